@@ -8,9 +8,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any, TypeAlias
 
-from bullet_graph.cli.tables import goodput_text
+from bullet_graph.cli.tables import fastest_run, goodput_text
 from bullet_graph.errors import ConfigError
-from bullet_graph.perf.goodput_search import GoodputSearch
+from bullet_graph.perf.goodput_search import SHARES, Goodput, RateRun
 
 OWN = "bullet_graph"
 CLAIMED = "bullet_graph auto"
@@ -86,41 +86,34 @@ def dicts(value: object) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True, slots=True)
 class Searched:
-    """One system's search for a goodput.
-
-    Attributes:
-        goodput: the highest rate that served enough, requests per second; None: no rate did.
-        ceiling: the lowest rate above it that served too few; None: not tried.
-        tolerance: relative; a goodput is exact where the ceiling is nearer.
-    """
+    """One system's search for a goodput; ``tolerance`` is relative. Older files have short runs: not ``sustained``."""
 
     cell: dict[str, Any]
-    goodput: float | None
-    ceiling: float | None
+    goodput: Goodput
     tolerance: float
+    sustained: bool
 
     @classmethod
-    def of(cls, cell: dict[str, Any], settings: dict[str, Any]) -> "Searched":
+    def of(cls, cell: dict[str, Any], settings: dict[str, Any], share: float) -> "Searched":
         """From the runs of a cell, finished or not, of a file with these settings."""
-        search = GoodputSearch(first_rate=1.0, attainment=settings["attainment"])
-        for run in cell["runs"]:
-            search.record(run["request_rate"], run["slo_attainment"])
-        return cls(cell, search.goodput, search.ceiling, float(settings.get("tolerance") or 0))
+        runs = [(run["request_rate"], run["slo_attainment"], run.get("stable")) for run in cell["runs"]]
+        # Where a run does not tell whether it was stable, no rate between two is made up.
+        points = [RateRun(r, met, met >= share if stable is None else stable) for r, met, stable in runs]
+        sustained = all(run.get("sustained") for run in cell["runs"])
+        return cls(cell, Goodput.of(points, share), float(settings.get("tolerance") or 0), sustained)
 
     @property
     def text(self) -> str:
         """The goodput, with ``≥`` where the search ended before it was exact."""
-        rates = [run["request_rate"] for run in self.cell["runs"]]
         return (
-            "none"
-            if self.goodput is None
-            else goodput_text(self.goodput, rates, self.tolerance, ".3g") + "/s"
+            "none" if self.goodput.rate is None else goodput_text(self.goodput, self.tolerance, ".3g") + "/s"
         )
 
     @property
     def best_run(self) -> Run | None:
-        """The run at the goodput."""
-        return next((run for run in self.cell["runs"][::-1] if run["request_rate"] == self.goodput), None)
+        """The fastest run up to the goodput."""
+        run = fastest_run(self.cell["runs"], self.goodput.rate)
+        return None if run is None else dict(run)
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +127,7 @@ class Task:
 
     source: Source
     workload: str
-    num_prompts: int
+    num_prompts: int | None
     slo: str
     own: dict[str, dict[str, Any]]
     peers: dict[str, dict[str, Any]]
@@ -155,22 +148,22 @@ class Task:
 
     @property
     def is_search(self) -> bool:
-        """Whether a goodput was searched for, and not rates or all at once given."""
+        """Whether it is for goodputs, and not for figures at given rates (older files) or all at once."""
         settings = self.source.fields["settings"]
-        return settings.get("rates") is None and not settings.get("all_at_once")
+        return not settings.get("all_at_once") and ("smoke" in settings or settings.get("rates") is None)
 
-    def searched(self) -> tuple[Searched, list[Searched]]:
-        """This engine's search and the peers'."""
+    def searched(self, share: float = min(SHARES)) -> tuple[Searched, list[Searched]]:
+        """This engine's search for the rate that serves a share, and the peers'."""
         settings = self.source.fields["settings"]
-        peers = [Searched.of(cell, settings) for cell in self.peers.values()]
-        return Searched.of(self.own[CLAIMED], settings), peers
+        peers = [Searched.of(cell, settings, share) for cell in self.peers.values()]
+        return Searched.of(self.own[CLAIMED], settings, share), peers
 
 
 def tasks_of(sources: Sequence[Source]) -> list[Task]:
     """What this engine and a peer were compared at; of the same searches, the newest file's."""
     tasks: dict[tuple[object, ...], Task] = {}
     for source in sorted(filter(lambda one: one.is_comparison, sources), key=lambda one: one.date):
-        found: dict[tuple[str, int, str], Task] = {}
+        found: dict[tuple[str, int | None, str], Task] = {}
         for cell in source.fields["cells"]:
             key = cell["workload"], cell["num_prompts"], cell["slo"]
             task = found.setdefault(key, Task(source, *key, {}, {}))

@@ -33,7 +33,9 @@ from bench.evidence import (
 from bench.record import Refusal
 from bullet_graph.cli.bench.startup import StartRun, phase_names
 from bullet_graph.cli.plots import draw_starts
+from bullet_graph.cli.tables import figure
 from bullet_graph.errors import BulletGraphError, ConfigError
+from bullet_graph.perf.goodput_search import SHARES
 from bullet_graph.perf.start_report import StartPhase
 from bullet_graph.workloads import load_workload
 
@@ -71,25 +73,29 @@ class Row:
 # ---- comparisons ----
 
 
-def goodput_row(task: Task) -> Row | None:
-    """Goodput beside the best peer setting's; None: this engine has no rate that served enough."""
-    if CLAIMED not in task.own:
-        return None
-    own, peers = task.searched()
-    if own.goodput is None:
-        return None
-    best = max(peers, key=lambda one: one.goodput or 0.0)
-    ceiling = max(one.ceiling or math.inf for one in peers)
-    ratio, shown = "–", "none served enough"
-    if best.goodput is not None:
-        closed = ceiling <= (1 + best.tolerance) * best.goodput
-        ratio = f"{own.goodput / best.goodput:.2f}×"
-        shown = f"{best.goodput:.3g}/s"
-        if not closed and math.isfinite(ceiling):
-            # The peer's goodput may be anywhere below its next rate, which served too few.
-            ratio = f"{own.goodput / ceiling:.2f} to {ratio}"
-            shown += f" (< {ceiling:.3g})"
-    return Row(f"goodput, {task.model}, {task.short}", own.text, shown, ratio, file=task.source.name)
+def goodput_rows(task: Task) -> Iterator[Row]:
+    """Goodputs beside the best peer setting's, unless this engine has none; of short searches only that of 90 %."""
+    for share in SHARES if CLAIMED in task.own else ():
+        own, peers = task.searched(share)
+        here = own.goodput.rate
+        if here is None or (share > min(SHARES) and not own.sustained):
+            continue
+        best = max(peers, key=lambda one: one.goodput.rate or 0.0)
+        there, ceiling = best.goodput.rate, max(one.goodput.below or math.inf for one in peers)
+        ratio, shown = "–", "none served enough"
+        if there is not None:
+            ratio = f"{here / there:.2f}×"
+            shown = f"{there:.3g}/s"
+            if (1 + best.tolerance) * there < ceiling < math.inf:
+                # The peer's goodput may be anywhere below its next rate, which served too few.
+                ratio = f"{here / ceiling:.2f} to {ratio}"
+                shown += f" (< {ceiling:.3g})"
+        name, texts = "goodput (not sustained)", [own.text, shown]
+        if own.sustained:
+            name = f"goodput_{100 * share:.0f}"
+            tails = (figure((one.best_run or {}).get("p99_ttft_ms"), 0) for one in (own, best))
+            texts = [f"{text}, p99 TTFT {tail} ms" for text, tail in zip(texts, tails, strict=True)]
+        yield Row(f"{name}, {task.model}, {task.short}", *texts, ratio, file=task.source.name)
 
 
 def load_rows(task: Task, sources: Sequence[Source]) -> Iterator[Row]:
@@ -192,10 +198,10 @@ def worse_rows(task: Task) -> Iterator[str]:
     cells = ["–", "–", "–"]
     if task.is_search and CLAIMED in task.own:
         mine, peers = task.searched()
-        best = max(peers, key=lambda one: one.goodput or 0.0)
+        best = max(peers, key=lambda one: one.goodput.rate or 0.0)
         here, there = mine.best_run, best.best_run
         if here and there:
-            cells = [f"{mine.goodput:.3g}/s, {best.goodput:.3g}/s"]
+            cells = [f"{mine.goodput.rate:.3g}/s, {best.goodput.rate:.3g}/s"]
             cells += [f"{here[name]:,.0f} / {there[name]:,.0f}" for name in ("p99_ttft_ms", "median_ttft_ms")]
     rates = {None if run.get("all_at_once") else run["request_rate"] for run in own["runs"]}
     shared = [rate for rate in rates if any(runs_of(cell, rate) for cell in task.peers.values())]
@@ -225,8 +231,9 @@ Machine: {device}, driver {driver}, {versions}. Weights are random, in the model
 
 **How to read the ratios.** "Ratio" is this engine over the best peer setting: goodput should be high, times and energy
 low. The peer may take another setting for each row; this engine runs `auto`, and its best setting all at once. Goodput
-is the highest rate at which 90 % of the requests meet both targets. Two ratios mean that the peer's search ended early:
-its goodput lies between the rate shown and the next rate, which it failed at ("<"). "Limit" is the time of the same
+is the highest rate at which 90 % of the requests (`goodput_99`: 99 %) meet both targets. "Not sustained": runs of 9 to
+20 s, in which a queue only began to grow; they flatter rates, ratios less so. Two ratios mean that the peer's search
+ended early: its goodput lies below the rate at which it failed ("<"). "Limit" is the time of the same
 kernels alone, on the same card under its power cap, or of the bytes at a copy's rate. Cards of one name differ by
 some 4 %: only figures of one file, or of one card, compare.
 
@@ -266,7 +273,7 @@ def make_report(sources: Sequence[Source], folder: str, pictures: str) -> str:
     rows = [
         *decode_rows(sources),
         *(row for task in tasks if not task.is_search for row in load_rows(task, sources)),
-        *filter(None, (goodput_row(task) for task in tasks if task.is_search)),
+        *(row for task in tasks if task.is_search for row in goodput_rows(task)),
         *start_rows(sources),
     ]
     head = INTRODUCTION.format(
@@ -325,10 +332,10 @@ def _draw_goodput(searches: Sequence[Task]) -> bytes:
     axes, tails = figure.subplots(1, 2, sharey=True)
     for index, task in enumerate(searches):
         own, peers = task.searched()
-        sides = own, max(peers, key=lambda one: one.goodput or 0.0)
-        highest = max(one.goodput or 1e-9 for one in sides)
+        sides = own, max(peers, key=lambda one: one.goodput.rate or 0.0)
+        highest = max(one.goodput.rate or 1e-9 for one in sides)
         for offset, one, colour in zip((-0.2, 0.2), sides, (OWN_COLOUR, PEER_COLOUR), strict=True):
-            share, tail_ms = (one.goodput or 0.0) / highest, (one.best_run or {}).get("p99_ttft_ms")
+            share, tail_ms = (one.goodput.rate or 0.0) / highest, (one.best_run or {}).get("p99_ttft_ms")
             axes.barh(index + offset, share, 0.38, color=colour)
             axes.text(share, index + offset, f" {one.text}", va="center", fontsize=8)
             if tail_ms is not None:
@@ -350,8 +357,8 @@ def _draw_on_time(searches: Sequence[Task]) -> bytes:
             for cell in cells.values():
                 points = sorted((run["request_rate"], run["slo_attainment"]) for run in cell["runs"])
                 panel.plot(*zip(*points, strict=True), "o-", color=colour, markersize=3, linewidth=1)
-        attainment = task.source.fields["settings"]["attainment"]
-        panel.axhline(attainment, color="#555555", linewidth=0.8, linestyle=":")
+        for share in SHARES:
+            panel.axhline(share, color="#555555", linewidth=0.8, linestyle=":")
         panel.set_title(f"{task.model}\n{task.short}", fontsize=8)
         panel.set(ylim=(0, 1.05), xlabel="requests per second")
     panels[0].set_ylabel("share on time (blue: here, red: vLLM)", fontsize=8)

@@ -56,7 +56,7 @@ _LEAST_WIDTH = 160
     multiple=True,
     required=True,
     metavar="NAME[=NUM_PROMPTS][~FIRST_RATE][@TARGETS]",
-    help="Such as 'azure:conv=600~10@ttft:500 tpot:15'; repeat it for several.",
+    help="Such as 'synthetic:conv~18@ttft:500 tpot:15'; repeat it for several.",
 )
 @click.option(
     "--rates", metavar="R,R,…", callback=lambda *a: _parse_rates(a[2]), help="Serve at these rates only."
@@ -72,7 +72,7 @@ _LEAST_WIDTH = 160
 @click.option(
     "--best-peer-only",
     is_flag=True,
-    help="Give up a peer's setting once another of that peer served enough at a rate too fast for it.",
+    help="Give up a peer's setting once others of that peer served enough at rates too fast for it.",
 )
 @click.option("--warmup-requests", type=click.IntRange(min=0), default=32, help="Unmeasured.")
 @click.option(
@@ -118,14 +118,15 @@ def compare(
 ) -> None:
     """Serve the same requests with several systems in turn, and compare what their clients see.
 
-    Without --rates and --all-at-once, it searches the highest rate at which enough requests meet their targets, for all
-    systems side by side. --output-json has every run as soon as it has ended; the same command resumes from there.
-    Memory, KV cache and performance table are this engine's; --gpu-memory-utilization is for each system.
+    Without --rates and --all-at-once, it searches the goodputs of all systems side by side: the highest rates at which
+    90 and 99 % of the requests meet their targets. A run at a rate lasts two minutes, with at least 300 requests.
+    --output-json has every run as soon as it has ended; the same command resumes from there. Memory, KV cache and
+    performance table are this engine's; --gpu-memory-utilization is for each system.
 
     \b
     Examples:
       python -m bench.peers --model llama-3.1-8b --system own:auto --system vllm:512 --system vllm:2048 \\
-          --workload "azure:conv=600~18@ttft:500 tpot:15" --output-json peers.json
+          --workload "synthetic:conv~18@ttft:500 tpot:15" --output-json peers.json
       python -m bench.peers --model llama-3.1-8b --system own:mixed --system vllm --all-at-once --one-at-a-time \\
           --gpu-memory-utilization 0.9 --workload azure:conv=600 --output-json offline.json
     """
@@ -142,7 +143,7 @@ def compare(
         click.echo(to_json(sweep.fields()))
         return
     print_runs(sweep)
-    if options["rates"] is None and not options["all_at_once"]:
+    if not options["all_at_once"]:
         print_sweep(sweep)
 
 
@@ -190,6 +191,7 @@ def _compare(
             vocab_size=vocab_size,
             seed=options["seed"],
             num_warmups=options["warmup_requests"],
+            smoke=options["smoke"],
             best_peer_only=options["best_peer_only"],
             before_group=memory if has_gpu else lambda _: None,
             device_uuid=provenance["device_uuid"],
@@ -204,7 +206,7 @@ def print_runs(sweep: Sweep) -> None:
     for task in dict.fromkeys(cell.key.task for cell in sweep.cells):
         table = Table(
             *("at, requests/s", "system", "met all targets, %", "requests/s", "output tokens/s"),
-            *("TTFT, median / p90, ms", "TPOT, median / p90, ms", "ITL, p99, ms", "failed", "J/token", "W"),
+            *("TTFT, p50 / p99 / max, ms", "TPOT, p50 / p90, ms", "ITL, p99, ms", "failed", "J/token", "W"),
             title=str(task),
             title_justify="left",
         )
@@ -224,10 +226,11 @@ def _row(run: Mapping[str, Any], system: str) -> list[str | Text]:
     return [
         "all at once" if run["all_at_once"] else f"{run['request_rate']:.4g}",
         Text(system),
-        f"{100 * run['slo_attainment']:.1f}",
+        f"{100 * run['slo_attainment']:.1f}{' (unstable)' if run['stable'] is False else ''}",
         figure(run["request_throughput"], 2),
         figure(run["output_throughput"], 0),
-        *(f"{figure(run[f'median_{x}_ms'])} / {figure(run[f'p90_{x}_ms'])}" for x in ("ttft", "tpot")),
+        " / ".join(figure(run[f"{label}_ttft_ms"]) for label in ("median", "p99", "max")),
+        " / ".join(figure(run[f"{label}_tpot_ms"]) for label in ("median", "p90")),
         figure(run["p99_itl_ms"]),
         f"{run['failed']:,}",
         figure(run["joules_per_token"], 3),

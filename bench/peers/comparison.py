@@ -12,13 +12,13 @@ from typing import Any
 from bench.peers.host import HostClock
 from bench.peers.systems import Candidate, Setup, System, log
 from bullet_graph.cli.bench.replay import Client, Served, collect_garbage, measure, warm_up
-from bullet_graph.cli.bench.sweep_runner import Cell, Sweep, SweepRunner, WorkloadSpec, make_cells
+from bullet_graph.cli.bench.sweep_runner import Cell, Sweep, SweepRunner, WorkloadSpec, at_rate, make_cells
 from bullet_graph.engine.replay import TimedRequest, replay_async
 from bullet_graph.errors import ConfigError, WorkloadError
 from bullet_graph.perf.energy import DeviceMonitor
-from bullet_graph.perf.goodput_search import FASTEST_RATE, GoodputSearch
+from bullet_graph.perf.goodput_search import FASTEST_RATE, SHARES, GoodputSearch, RateRun, bracket
 from bullet_graph.slo import NO_TARGETS
-from bullet_graph.workloads import Arrivals, load_workload
+from bullet_graph.workloads import Arrivals, Workload, load_workload
 
 _MOST_RUNS = 1000
 _MOST_REASONS_KEPT = 3
@@ -27,27 +27,20 @@ _MOST_REASONS_KEPT = 3
 # ---- what to run ----
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class FixedRates(GoodputSearch):
-    """Given rates, one after the other, and all of them again ``repeats`` times; a rate must serve enough in every run.
+    """Given rates, in requests per second, one after the other, and all of them again ``repeats`` times."""
 
-    ``rates`` are in requests per second.
-    """
+    rates: Sequence[float]
+    repeats: int
 
-    def __init__(self, rates: Sequence[float], repeats: int, attainment: float) -> None:
-        super().__init__(first_rate=rates[0], attainment=attainment)
-        self._left = [rate for _ in range(repeats) for rate in rates]
-        self._worst: dict[float, float] = {}
-
-    def next_rate(self) -> float | None:
-        """The next rate; None: all are done."""
-        return self._left[0] if self._left else None
-
-    def record(self, rate: float, attainment: float) -> None:
-        """Mark a run as done."""
-        self._worst[rate] = min(attainment, self._worst.get(rate, 1.0))
-        super().record(rate, self._worst[rate])
-        if rate in self._left:
-            self._left.remove(rate)
+    def next_rate(self, runs: Sequence[RateRun]) -> float | None:
+        """The next rate after these runs; None: all are done."""
+        left = list(self.rates) * self.repeats
+        for run in runs:
+            if run.rate in left:
+                left.remove(run.rate)
+        return left[0] if left else None
 
 
 def make_peer_cells(
@@ -57,9 +50,9 @@ def make_peer_cells(
 
     Raises:
         ConfigError: options contradict each other, a search has no targets, or two workloads have one name.
-        WorkloadError: there is no such workload.
+        WorkloadError: there is no such workload, or it has too few requests for a rate.
     """
-    rates, attainment = options["rates"], options["attainment"]
+    rates = options["rates"]
     if rates is not None and options["all_at_once"]:
         raise ConfigError("--rates and --all-at-once exclude one another: choose one")
     if options["best_peer_only"] and (rates is not None or options["all_at_once"]):
@@ -67,29 +60,38 @@ def make_peer_cells(
     if options["all_at_once"]:
         rates = (FASTEST_RATE,)
 
-    def new_rates(first_rate: float) -> GoodputSearch:
-        if rates is not None:
-            return FixedRates(rates, options["repeats"], attainment)
-        search = {name: options[name] for name in ("tolerance", "step", "max_runs")}
-        return GoodputSearch(first_rate=first_rate, attainment=attainment, **search)
+    at_once = options["all_at_once"]
+    search = GoodputSearch(
+        **{name: options[name] for name in ("first_rate", "tolerance", "step", "max_runs")}
+    )
+    if rates is not None:
+        repeats, first_rate = options["repeats"], 1.0 if at_once else max(rates)
+        search = FixedRates(
+            first_rate=first_rate, max_runs=repeats * len(rates), rates=rates, repeats=repeats
+        )
+
+    def load(spec: WorkloadSpec) -> Workload:
+        workload = load_workload(spec.name, num_requests=spec.num_prompts, seed=options["seed"])
+        return dataclasses.replace(workload, longer=None) if at_once else workload
 
     return make_cells(
         specs,
         () if rates is None else (NO_TARGETS,),
         {candidate.label: candidate for candidate in candidates},
-        first_rate=options["first_rate"],
-        load=lambda spec: load_workload(spec.name, num_requests=spec.num_prompts, seed=options["seed"]),
-        new_rates=new_rates,
+        search=search,
+        load=load,
+        smoke=options["smoke"] or at_once,
     )
 
 
 def make_setup(cells: Sequence[Cell[Candidate]], options: Mapping[str, Any]) -> Setup:
-    """The settings that all systems share; the longest request fits.
+    """The settings that all systems share; the longest request (of 20,000, if there is no end) fits.
 
     Raises:
         WorkloadError: a request is longer than the limit asked for.
     """
-    requests = [request for cell in cells for request in cell.workload.requests]
+    workloads = {cell.key.task: cell.workload for cell in cells}.values()
+    requests = [request for workload in workloads for request in workload.first(20_000).requests]
     needed = max(request.prompt_tokens + request.output_tokens for request in requests)
     most = options["max_model_len"] or needed
     if most < needed:
@@ -148,8 +150,9 @@ class Comparison:
         vocab_size: of it.
         seed: of arrivals and prompts.
         num_warmups: unmeasured requests before a system's first run of a workload.
-        best_peer_only: give up a peer's setting as soon as another setting of that peer has served enough at a rate
-            that was too fast for it, since only the best of them counts.
+        smoke: runs may be too short to be sustained.
+        best_peer_only: give up a peer's setting once others of that peer have served each share at rates that were too
+            fast for it, since only the best of them counts.
         before_group: called with each group before it is started.
         device_uuid: of the GPU to watch; None watches nothing.
     """
@@ -166,6 +169,7 @@ class Comparison:
         vocab_size: int,
         seed: int,
         num_warmups: int,
+        smoke: bool = False,
         best_peer_only: bool = False,
         before_group: Callable[[Sequence[Candidate]], None] = lambda _: None,
         device_uuid: str | None,
@@ -180,6 +184,7 @@ class Comparison:
         )
         self._seed = seed
         self._num_warmups = num_warmups
+        self._smoke = smoke
         self._best_peer_only = best_peer_only
         self._before_group = before_group
         self._tasks = list(dict.fromkeys(cell.key.task for cell in cells))
@@ -228,11 +233,12 @@ class Comparison:
         # Other prompts in each run, the same for every system: a server may have a prefix cache.
         run = len(self._sweep.cell(cell.key).runs)
         prompt_seed = self._seed + _MOST_RUNS * self._tasks.index(cell.key.task) + run
-        actual_rate = math.inf if rate >= FASTEST_RATE else rate
+        at_once = Arrivals(request_rate=math.inf, seed=self._seed)
+        workload, arrivals = at_rate(cell.workload, at_once, rate, smoke=self._smoke)
         measured = measure(
             self._client(cell),
-            cell.workload,
-            Arrivals(request_rate=actual_rate, seed=self._seed),
+            workload,
+            arrivals,
             slo=cell.slo,
             prompt_seed=prompt_seed,
             label=label,
@@ -242,7 +248,7 @@ class Comparison:
         reasons = Counter(reason for reason in result.errors if reason)
         return measured.fields() | {
             "request_rate": rate,
-            "all_at_once": math.isinf(actual_rate),
+            "all_at_once": arrivals == at_once,
             # Without targets, every request that is served meets them.
             "slo_attainment": result.completed / result.num_prompts if attainment is None else attainment,
             "prompt_seed": prompt_seed,
@@ -250,17 +256,23 @@ class Comparison:
         }
 
     def _is_beaten(self, cell: Cell[Candidate]) -> bool:
-        ceiling = cell.rates.ceiling
-        if not self._best_peer_only or cell.system.kind == "own" or ceiling is None:
+        if not self._best_peer_only or cell.system.kind == "own":
             return False
-        others = (
-            other
+        here = self._sweep.cell(cell.key).rate_runs
+        others = [
+            self._sweep.cell(other.key).rate_runs
             for other in self._cells
             if other.key.task == cell.key.task
             and other.system.resident == cell.system.resident
             and other.system != cell.system
-        )
-        return any((other.rates.goodput or 0.0) >= ceiling for other in others)
+        ]
+
+        def is_beaten(share: float) -> bool:
+            too_fast = bracket(here, share)[1]
+            good = [run for runs in others if (run := bracket(runs, share)[0]) is not None]
+            return too_fast is not None and any(run.rate >= too_fast.rate for run in good)
+
+        return all(map(is_beaten, SHARES))
 
 
 async def _as_coroutine(awaitable: Awaitable[System]) -> System:

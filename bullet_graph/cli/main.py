@@ -29,7 +29,7 @@ _BENCH_COMMANDS = {
     "online": ("bench.replay:online", "Serve a trace as it arrives: latencies and goodput."),
     "serve": ("bench.replay:serve", "Like `online`, against a server by URL."),
     "startup": ("bench.startup:startup", "Time an engine's start, phase by phase."),
-    "sweep": ("bench.sweep:sweep", "Find each policy's goodput, by workload."),
+    "sweep": ("bench.sweep:sweep", "Find each policy's goodputs, by workload."),
     "throughput": ("bench.replay:throughput", "Serve a whole trace at once: tokens per second."),
 }
 

@@ -11,6 +11,7 @@ from matplotlib.figure import Figure
 
 from bullet_graph.cli.bench.sweep_runner import Sweep, SweepCell, Task
 from bullet_graph.cli.tables import goodput_text
+from bullet_graph.perf.goodput_search import SHARES, Goodput
 from bullet_graph.perf.start_report import PhaseName
 from bullet_graph.slo import Slo
 
@@ -43,7 +44,7 @@ def picture(draw: Callable[_P, Figure]) -> Callable[Concatenate[str, _P], bytes]
 
 
 @picture
-def draw_rates(curves: Mapping[str, Runs], *, title: str, slo: Slo, attainment: float) -> Figure:
+def draw_rates(curves: Mapping[str, Runs], *, title: str, slo: Slo) -> Figure:
     """Draw attainment, TTFT and TPOT over the request rate; ``curves`` has runs by system, at rising finite rates."""
     figure = Figure(figsize=(13, 4.2), layout="constrained")
     shares, ttft, tpot = figure.subplots(1, 3)
@@ -53,11 +54,12 @@ def draw_rates(curves: Mapping[str, Runs], *, title: str, slo: Slo, attainment: 
         met = [100 * (run["slo_attainment"] or 0.0) for run in runs]
         shares.plot(rates, met, "o-", label=name, **look)
         for axes, field in ((ttft, "ttft"), (tpot, "tpot")):
-            for label, style in (("median", "o-"), ("p90", "s--")):
+            for label, style in (("median", "o-"), ("p99", "s--")):
                 # None, where nothing was served, leaves a gap.
                 values = [run[f"{label}_{field}_ms"] for run in runs]
                 axes.plot(rates, values, style, label=label if index == 0 else None, **look)
-    shares.axhline(100 * attainment, color=TARGET_COLOUR, linestyle=":")
+    for share in SHARES:
+        shares.axhline(100 * share, color=TARGET_COLOUR, linestyle=":")
     shares.set(ylabel="requests that met all targets, %", ylim=(0, 104))
     ttft.set(ylabel="TTFT, ms", yscale="log")
     tpot.set(ylabel="TPOT, ms", ylim=(0, None))
@@ -83,27 +85,23 @@ def _ttft_line_ms(slo: Slo) -> float | None:
 def draw_sweep(sweep: Sweep, image_format: str) -> dict[str, bytes]:
     """Draw all pictures of a sweep, finished or not, that has at least one run; return the files by name.
 
-    They are the goodput of all cells; and for each workload and targets, attainment and latencies over the rate, and
-    output tokens per second over latencies.
+    They are the goodputs of all cells; and for each workload and targets, attainment and latencies over the rate.
     """
     tasks: dict[Task, dict[str, SweepCell]] = {}
     for cell in sweep.cells:
         if cell.runs:
             tasks.setdefault(cell.key.task, {})[cell.system] = cell
-    tasks = dict(sorted(tasks.items()))
+    tasks = dict(sorted(tasks.items(), key=lambda item: str(item[0])))
     # A system has the same colour in every picture.
     systems = list(dict.fromkeys(cell.system for cell in sweep.cells if cell.runs))
-    attainment, tolerance = (float(sweep.settings[name]) for name in ("attainment", "tolerance"))
-    pictures = {"goodput": _draw_goodput(image_format, tasks, systems, attainment, tolerance)}
+    tolerance = float(sweep.settings["tolerance"])
+    pictures = {"goodput": _draw_goodput(image_format, tasks, systems, tolerance)}
     for task, cells in tasks.items():
         slo = Slo.parse(task.slo.split())
-        name = re.sub(r"[^A-Za-z0-9.]+", "-", f"{task.workload} {task.num_prompts} {task.slo}").strip("-")
+        name = re.sub(r"[^A-Za-z0-9.]+", "-", str(task).replace(",", "")).strip("-")
         runs = {system: cells[system].runs if system in cells else () for system in systems}
         curves = {system: sorted(runs[system], key=lambda run: float(run["request_rate"])) for system in runs}
-        best = {system: cell.best for system, cell in cells.items()}
-        rates = draw_rates(image_format, curves, title=str(task), slo=slo, attainment=attainment)
-        throughput = _draw_throughput(image_format, curves, best, title=str(task), slo=slo)
-        pictures |= {f"rates_{name}": rates, f"throughput_{name}": throughput}
+        pictures[f"rates_{name}"] = draw_rates(image_format, curves, title=str(task), slo=slo)
     return {f"{name}.{image_format}": image for name, image in pictures.items()}
 
 
@@ -111,10 +109,9 @@ def draw_sweep(sweep: Sweep, image_format: str) -> dict[str, bytes]:
 def _draw_goodput(
     tasks: Mapping[Task, Mapping[str, SweepCell]],
     systems: Sequence[str],
-    attainment: float,
     tolerance: float,
 ) -> Figure:
-    """Goodput as bars: a group for each workload and targets, a bar for each system."""
+    """Goodputs as bars: a group for each workload and targets, a bar for each system, a mark in it for 99 %."""
     figure = Figure(figsize=(max(6.0, 2.0 + 2.4 * len(tasks)), 4.6), layout="constrained")
     axes = figure.subplots()
     width = _BAR_WIDTH / len(systems)
@@ -123,14 +120,16 @@ def _draw_goodput(
         cells = [of_task.get(system) for of_task in tasks.values()]
         bars = axes.bar(
             [place + offset for place in range(len(tasks))],
-            [0.0 if cell is None else cell.goodput or 0.0 for cell in cells],
+            [0.0 if cell is None else cell.goodput_90 or 0.0 for cell in cells],
             width=0.92 * width,
             color=COLOURS[index % len(COLOURS)],
             label=system,
         )
+        strict = [0.0 if cell is None else cell.goodput_99 or 0.0 for cell in cells]
+        axes.plot([bar.get_x() + bar.get_width() / 2 for bar in bars], strict, "w_", markersize=12)
         axes.bar_label(bars, [_bar_label(cell, tolerance) for cell in cells], padding=2, fontsize=8)
-    axes.set_xticks(range(len(tasks)), [f"{t.workload}\n{t.num_prompts:,} requests\n{t.slo}" for t in tasks])
-    axes.set(ylabel=f"goodput, requests/s ({100 * attainment:g} % meet all targets)")
+    axes.set_xticks(range(len(tasks)), [str(task).replace(", ", "\n") for task in tasks])
+    axes.set(ylabel="goodput, requests/s (bar: 90 % on time, mark: 99 %)")
     axes.margins(y=0.12)
     axes.grid(axis="y", alpha=0.25)
     axes.set_axisbelow(True)
@@ -141,40 +140,8 @@ def _draw_goodput(
 def _bar_label(cell: SweepCell | None, tolerance: float) -> str:
     if cell is None:
         return ""
-    if not cell.finished:
-        return "not\nfinished"
-    rates = [run["request_rate"] for run in cell.runs]
-    return "none" if cell.goodput is None else goodput_text(cell.goodput, rates, tolerance, ".3g")
-
-
-@picture
-def _draw_throughput(
-    curves: Mapping[str, Runs], best: Mapping[str, Mapping[str, Any] | None], *, title: str, slo: Slo
-) -> Figure:
-    """Output tokens per second over latencies: up and to the left is better, a star marks the goodput."""
-    panels = (
-        ("p90_ttft_ms", "TTFT, p90, ms", "log", _ttft_line_ms(slo)),
-        ("p90_tpot_ms", "TPOT, p90, ms", "linear", slo.tpot_ms),
-        # A mean over the request hides single long waits, as for other requests' prompts.
-        ("p99_itl_ms", "ITL, p99, ms", "log", None),
-    )
-    figure = Figure(figsize=(13, 4.2), layout="constrained")
-    for axes, (field, label, scale, limit_ms) in zip(figure.subplots(1, 3), panels, strict=True):
-        for index, (system, runs) in enumerate(curves.items()):
-            colour = COLOURS[index % len(COLOURS)]
-            served = [run for run in runs if run[field] is not None]
-            points = ([run[name] for run in served] for name in (field, "output_throughput"))
-            axes.plot(*points, "o-", color=colour, markersize=3, label=system)
-            star = best.get(system)
-            if star is not None and star[field] is not None:
-                axes.plot(star[field], star["output_throughput"], "*", color=colour, markersize=12)
-        if limit_ms is not None:
-            axes.axvline(limit_ms, color=TARGET_COLOUR, linestyle=":", label="target")
-        axes.set(xlabel=label, xscale=scale, ylabel="output tokens/s", ylim=(0, None))
-        axes.grid(alpha=0.25)
-        axes.legend(frameon=False, fontsize=8)
-    figure.suptitle(f"{title} (★ at the goodput)")
-    return figure
+    text = goodput_text(Goodput(cell.goodput_90, cell.goodput_90_below), tolerance, ".3g")
+    return text if cell.sustained else f"{text}\nnot sustained"
 
 
 # ---- starts ----

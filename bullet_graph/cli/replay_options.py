@@ -9,6 +9,7 @@ import click
 
 from bullet_graph.cli.options import COUNT, FILE, Decorator, all_of
 from bullet_graph.config import SETTINGS, Policy
+from bullet_graph.perf.goodput_search import LEAST_REQUESTS, LEAST_SECONDS
 from bullet_graph.slo import Slo
 from bullet_graph.workloads import Arrivals
 
@@ -92,10 +93,10 @@ burstiness_option = click.option(
 )
 
 
-def request_rate_option(more: str = "", **look: Any) -> Decorator:
+def request_rate_option(**look: Any) -> Decorator:
     """Give a command ``request_rate: float | None``: requests per second; None for the trace's own times."""
     text = "Requests per second; inf: all at once; trace: when they were recorded. Conversations begin at the rate "
-    text += f"divided by their mean number of turns.{more}"
+    text += "divided by their mean number of turns."
     return click.option("--request-rate", metavar="RATE|inf|trace", callback=_parse_rate, help=text, **look)
 
 
@@ -109,7 +110,7 @@ def num_warmups_option(default: int) -> Decorator:
     )
 
 
-def replay_options(*, default_policy: str | None, request_rate_more: str = "") -> Decorator:
+def replay_options(*, default_policy: str | None) -> Decorator:
     """Give a :class:`GoodputCommand`, which must have an option ``--seed``, a workload to replay.
 
     It comes as ``trace: str``, ``num_prompts: int | None``, ``arrivals: Arrivals``, ``slo: Slo``,
@@ -118,7 +119,7 @@ def replay_options(*, default_policy: str | None, request_rate_more: str = "") -
     options = [
         trace_option,
         num_prompts_option,
-        request_rate_option(request_rate_more, default="inf"),
+        request_rate_option(default="inf"),
         burstiness_option,
         click.option("--time-scale", default=1.0, help="Factor on the times of --request-rate trace."),
         click.option("--max-concurrency", type=COUNT, help="Most requests under way at once."),
@@ -155,13 +156,18 @@ search_options = all_of(
             default=8.0,
             help="First rate of a search, in requests per second; one near the answer saves runs.",
         ),
-        click.option("--attainment", default=0.9, help="Share of requests that must meet all targets."),
-        click.option("--tolerance", default=0.02, help="Relative accuracy of a goodput."),
+        click.option("--tolerance", default=0.05, help="Relative accuracy of a goodput."),
         click.option("--step", default=1.25, help="First factor between two rates; later ones grow up to 2."),
-        click.option("--max-runs", type=COUNT, default=20, help="Most runs of one search."),
+        click.option("--max-runs", type=COUNT, default=12, help="Most runs of one search."),
+        click.option(
+            "--smoke",
+            is_flag=True,
+            help=f"For a short trial: runs may have less than {LEAST_SECONDS} s of arrivals or {LEAST_REQUESTS} "
+            "requests. Results then say that they are not sustained.",
+        ),
     ]
 )
-"""Gives a command the settings of a :class:`~bullet_graph.perf.goodput_search.GoodputSearch`."""
+"""Gives a command the settings of a :class:`~bullet_graph.perf.goodput_search.GoodputSearch`, and ``smoke``."""
 
 sweep_file_options = all_of(
     [

@@ -11,8 +11,9 @@ from typing import Any
 import click
 
 from bullet_graph._version import __version__
+from bullet_graph.cli.bench.sweep_runner import at_rate, fastest_rate
 from bullet_graph.cli.options import FILE, result_options, setting_options
-from bullet_graph.cli.replay_options import TRACE_TIMES, GoodputCommand, gpu_option, replay_options
+from bullet_graph.cli.replay_options import GoodputCommand, gpu_option, replay_options, search_options
 from bullet_graph.cli.result_file import Output, check_plot_file, write_result_file
 from bullet_graph.cli.tables import ReplayRun, counters, emit_replays, goodput_table, print_line, print_table
 from bullet_graph.config import EngineConfig, Policy
@@ -26,7 +27,7 @@ from bullet_graph.models.config import DTYPE_BYTES
 from bullet_graph.models.presets import resolve_model
 from bullet_graph.models.progress import progress_bar
 from bullet_graph.models.tokenizer import Tokenizer
-from bullet_graph.perf.goodput_search import GoodputSearch
+from bullet_graph.perf.goodput_search import GoodputSearch, RateRun, goodput_fields
 from bullet_graph.perf.performance import PaddedModel, PerformanceModel
 from bullet_graph.perf.predict import TableModel
 from bullet_graph.perf.roofline import Roofline
@@ -35,10 +36,7 @@ from bullet_graph.perf.trace import TraceHeader
 from bullet_graph.runtime.memory import GIB, DeviceMemory, plan_memory
 from bullet_graph.runtime.performance import table_model
 from bullet_graph.slo import NO_TARGETS
-from bullet_graph.workloads import Arrivals, load_workload
-
-_FIRST_RATE = 8.0
-_TOLERANCE = 0.02
+from bullet_graph.workloads import Arrivals, Workload, load_workload
 
 _ROOFLINE_PREFIX = "roofline:"
 _RESERVED_BYTES = 5 * GIB // 2
@@ -134,15 +132,16 @@ class Simulator:
         self,
         policy: Policy,
         arrivals: Arrivals | None = None,
+        workload: Workload | None = None,
         *,
         capture_plan: CapturePlan | None = None,
         **observers: Any,
     ) -> ReplayRun:
-        """Serve the workload once, with other ``arrivals`` or another ``capture_plan`` than the simulator's if given.
+        """Serve a workload once, under the simulator's ``arrivals``, ``workload`` and ``capture_plan`` where not given.
 
         ``observers`` are ``trace``, ``on_done`` and ``on_step`` of :func:`bullet_graph.engine.simulation.simulate`.
         """
-        config, arrivals = self.config, arrivals or self.arrivals
+        config, arrivals, workload = self.config, arrivals or self.arrivals, workload or self.workload
         padded = self.performance if capture_plan is None else PaddedModel(self.unpadded, capture_plan.padded)
         started = datetime.now()
         settings = SimulationSettings(
@@ -160,8 +159,8 @@ class Simulator:
         )
         simulation = serve_simulated(
             padded,
-            self.workload,
-            arrivals.times(self.workload),
+            workload,
+            arrivals.times(workload),
             settings,
             slo=config.slo,
             max_concurrency=arrivals.max_concurrency,
@@ -230,7 +229,7 @@ def _known_gpu(name: str) -> GpuSpec:
 @click.command(cls=GoodputCommand)
 @gpu_option
 @setting_options("model", "revision", model="llama-3.1-8b")
-@replay_options(default_policy="auto", request_rate_more=" With --sweep, the first rate.")
+@replay_options(default_policy="auto")
 @setting_options(
     "decode_sms",
     "capture_plan",
@@ -256,20 +255,17 @@ def _known_gpu(name: str) -> GpuSpec:
     default=0.0,
     help="Relative spread of the device's times around the prediction: 0.1 is about 10 %.",
 )
-@click.option("--sweep", is_flag=True, help="Find the highest rate at which each policy meets the targets.")
 @click.option(
-    "--attainment",
-    type=click.FloatRange(min=0, max=1, min_open=True),
-    default=0.9,
-    help="Share of requests that must meet all targets, for --sweep.",
+    "--sweep", is_flag=True, help="Find each policy's goodputs, as `bullet-graph bench sweep` does."
 )
+@search_options
 @click.option("--plot", type=FILE, help="Draw the sweep; the name ends in .svg or .png.")
 @click.option("--trace-decisions", type=FILE, help="Write every decision (see `bullet-graph explain`).")
 @result_options
 def simulate(
     policies: tuple[Policy, ...],
     sweep: bool,
-    attainment: float,
+    smoke: bool,
     plot: Path | None,
     trace_decisions: Path | None,
     save_detailed: bool,
@@ -287,18 +283,21 @@ def simulate(
       bullet-graph simulate --trace azure:conv --request-rate 20 --goodput ttft:500 tpot:15
       bullet-graph simulate --trace azure:code --request-rate 10 --goodput ttft:500 tpot:8 \\
           --policy mixed:2048 --policy split --policy auto --output-json code.json
-      bullet-graph simulate --trace azure:conv --goodput ttft:500 tpot:15 --sweep --plot conv.svg
+      bullet-graph simulate --trace synthetic:conv --goodput ttft:500 tpot:15 --sweep --first-rate 20 --plot conv.svg
     """
     simulated = {
         name: settings.pop(name) for name in ("gpu", "trace", "num_prompts", "host_overhead_ms", "time_noise")
     }
+    search = GoodputSearch(
+        **{name: settings.pop(name) for name in ("first_rate", "tolerance", "step", "max_runs")}
+    )
     config = EngineConfig(**settings)
     if sweep and config.slo == NO_TARGETS:
         raise ConfigError(
             "--sweep looks for the rate that meets the targets: give some, as --goodput ttft:500 tpot:15"
         )
-    if sweep and arrivals.request_rate is None:
-        raise ConfigError(f"--sweep chooses the rates itself: leave out --request-rate {TRACE_TIMES}")
+    if sweep and not (arrivals.request_rate == math.inf and arrivals.max_concurrency is None):
+        raise ConfigError("--sweep chooses the rates itself: leave out --request-rate and --max-concurrency")
     if plot is not None and not sweep:
         raise ConfigError("--plot draws figures over the rate: add --sweep")
     if trace_decisions is not None and (sweep or len(policies) > 1):
@@ -321,44 +320,38 @@ def simulate(
         emit_replays(title, runs, simulator.describe(), output, detailed=save_detailed)
         return
 
-    found = {str(policy): _search(simulator, policy, attainment, show=show_progress) for policy in policies}
-    fields = {policy: [run.fields() for run in runs] for policy, (_, runs) in found.items()}
+    fitting = dataclasses.replace(search, fastest=fastest_rate(simulator.workload, smoke=smoke))
+    searches = {str(p): _search(simulator, p, fitting, smoke=smoke, show=show_progress) for p in policies}
+    runs_of = {policy: [run.fields() for run in runs] for policy, runs in searches.items()}
 
     def show() -> None:
-        share = f"highest rate at which {100 * attainment:g} % of the requests meet all targets"
-        print_line(f"{title}: {share}")
-        rows = {policy: (goodput, fields[policy]) for policy, (goodput, _) in found.items()}
-        print_table(goodput_table(None, rows, _TOLERANCE))
+        print_line(title)
+        print_table(goodput_table(None, runs_of, search.tolerance))
 
-    searches = {
-        policy: {"goodput": goodput, "results": [run.result.fields(detailed=save_detailed) for run in runs]}
-        for policy, (goodput, runs) in found.items()
+    found = {
+        policy: goodput_fields(runs_of[policy])
+        | {"results": [run.result.fields(detailed=save_detailed) for run in runs]}
+        for policy, runs in searches.items()
     }
-    common = simulator.describe() | {"attainment": attainment, "policies": searches}
-    output.emit(common, show)
+    output.emit(simulator.describe() | {"tolerance": search.tolerance, "policies": found}, show)
     if plot is not None:
         # matplotlib is an extra.
         from bullet_graph.cli.plots import draw_rates  # noqa: PLC0415
 
-        image_format = plot.suffix[1:].lower()
-        picture = draw_rates(image_format, fields, title=title, slo=config.slo, attainment=attainment)
+        picture = draw_rates(plot.suffix[1:].lower(), runs_of, title=title, slo=config.slo)
         write_result_file(plot, picture)
         if not output.as_json:
             print_line(f"wrote {plot}")
 
 
 def _search(
-    simulator: Simulator, policy: Policy, attainment: float, *, show: bool
-) -> tuple[float | None, list[ReplayRun]]:
-    """A policy's goodput (None: no rate served enough), and the runs tried, lowest rate first."""
-    rate_given = simulator.arrivals.request_rate
-    first_rate = _FIRST_RATE if rate_given is None or math.isinf(rate_given) else rate_given
-    search = GoodputSearch(first_rate=first_rate, attainment=attainment, tolerance=_TOLERANCE)
+    simulator: Simulator, policy: Policy, search: GoodputSearch, *, smoke: bool, show: bool
+) -> list[ReplayRun]:
+    """The runs of a search for a policy's goodputs, lowest rate first."""
     runs: dict[float, ReplayRun] = {}
-    while (rate := search.next_rate()) is not None:
-        label, total = f"run {len(runs) + 1}, {policy}, {rate:.4g}/s", len(simulator.workload.requests)
-        with progress_bar(show, total=total, unit="req", desc=label, leave=False) as advance:
-            arrivals = dataclasses.replace(simulator.arrivals, request_rate=rate)
-            runs[rate] = simulator.run(policy, arrivals, on_done=lambda _: advance(1))
-        search.record(rate, runs[rate].result.slo_attainment or 0.0)
-    return search.goodput, [runs[rate] for rate in sorted(runs)]
+    while (rate := search.next_rate([RateRun.of(run.fields()) for run in runs.values()])) is not None:
+        workload, arrivals = at_rate(simulator.workload, simulator.arrivals, rate, smoke=smoke)
+        label = f"run {len(runs) + 1}, {policy}, {rate:.4g}/s"
+        with progress_bar(show, total=len(workload.requests), unit="req", desc=label, leave=False) as advance:
+            runs[rate] = simulator.run(policy, arrivals, workload, on_done=lambda _: advance(1))
+    return [runs[rate] for rate in sorted(runs)]

@@ -1,6 +1,5 @@
 """Results as tables for people, from the fields that their JSON has."""
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +10,7 @@ from rich.text import Text
 
 from bullet_graph.cli.result_file import Output
 from bullet_graph.engine.output import EngineStats
+from bullet_graph.perf.goodput_search import LEAST_REQUESTS, LEAST_SECONDS, SHARES, Goodput, RateRun
 from bullet_graph.perf.metrics import ReplayResult
 
 _LATENCIES = {"TTFT": "ttft", "TPOT": "tpot", "ITL": "itl", "e2e": "e2el"}
@@ -146,39 +146,40 @@ def mean_of(device: Fields | None, field: str) -> float | None:
     return None if values is None else values["mean"]
 
 
-def goodput_text(goodput: float, rates: Sequence[float], tolerance: float, form: str) -> str:
-    """A goodput, with ``≥`` where the search over these rates ended before it reached the relative ``tolerance``."""
-    higher = min((rate for rate in rates if rate > goodput), default=math.inf)
-    return f"{'' if higher <= goodput * (1 + tolerance) else '≥ '}{goodput:{form}}"
+def goodput_text(goodput: Goodput, tolerance: float, form: str) -> str:
+    """A goodput; ``≥``: it may be higher by more than the relative ``tolerance``; ``<``: no rate was low enough."""
+    rate, below = goodput
+    if rate is None:
+        return _NONE if below is None else f"< {below:{form}}"
+    return f"{'' if below is not None and below <= rate * (1 + tolerance) else '≥ '}{rate:{form}}"
 
 
-def goodput_table(
-    title: str | None, cells: Mapping[str, tuple[float | None, Sequence[Fields]]], tolerance: float
-) -> Table:
-    """Goodput and runs by the name of the system or policy: a row for each, with the run at the goodput.
+def fastest_run(runs: Sequence[Fields], rate: float | None) -> Fields | None:
+    """The run at the highest rate up to this one; None: there is none."""
+    slower = [run for run in runs if rate is not None and run["request_rate"] <= rate]
+    return max(slower, key=lambda run: float(run["request_rate"]), default=None)
 
-    A goodput is as :func:`goodput_text` shows it, or has ``<`` where no rate was low enough.
+
+def goodput_table(title: str | None, cells: Mapping[str, Sequence[Fields]], tolerance: float) -> Table:
+    """The goodputs that the runs of each system or policy tell of, as :func:`goodput_text` shows them: a row for each.
+
+    Goodputs are in requests per second; beside each is TTFT in the fastest run at or below it.
     """
-    shows_energy = any(run.get("joules_per_token") is not None for _, runs in cells.values() for run in runs)
-    columns = ["policy", "requests/s", "TTFT, p50 / p90, ms", "TPOT, p50 / p90, ms", "ITL, p99, ms"]
-    table = table_of(*columns, *(("J/token",) if shows_energy else ()), "runs", title=title)
+    shows_energy = any(run.get("joules_per_token") is not None for runs in cells.values() for run in runs)
+    columns = [text for share in SHARES for text in (f"goodput_{100 * share:.0f}", "TTFT, p99 / max, ms")]
+    table = table_of("policy", *columns, *["J/token"] * shows_energy, "runs", "unstable", title=title)
     table.columns[0].no_wrap = True
-    for name, (goodput, runs) in cells.items():
-        rates = [run["request_rate"] for run in runs]
-        best = next((run for run in reversed(runs) if run["request_rate"] == goodput), None)
-        row = [_NONE] * 3
-        if goodput is None or best is None:
-            rate = f"< {min(rates):.3g}" if rates else _NONE
-        else:
-            rate = goodput_text(goodput, rates, tolerance, ".2f")
-            row = [
-                *(
-                    f"{figure(best[f'median_{x}_ms'])} / {figure(best[f'p90_{x}_ms'])}"
-                    for x in ("ttft", "tpot")
-                ),
-                figure(best["p99_itl_ms"]),
-            ]
+    for name, runs in cells.items():
+        row: list[str] = []
+        points = [RateRun.of(run) for run in runs]
+        goodputs = [Goodput.of(points, share) for share in SHARES]
+        for goodput in goodputs:
+            best = fastest_run(runs, goodput.rate) or {}
+            ttft = " / ".join(figure(best.get(f"{label}_ttft_ms"), 0) for label in ("p99", "max"))
+            row += [goodput_text(goodput, tolerance, ".2f"), ttft]
         if shows_energy:
-            row.append(figure((best or {}).get("joules_per_token"), 3))
-        table.add_row(Text(name), rate, *row, str(len(runs)))
+            row.append(figure((fastest_run(runs, goodputs[0].rate) or {}).get("joules_per_token"), 3))
+        table.add_row(Text(name), *row, str(len(runs)), str(sum(not point.stable for point in points)))
+    if not all(run["sustained"] for runs in cells.values() for run in runs):
+        table.caption = f"Not sustained: runs of less than {LEAST_SECONDS} s or {LEAST_REQUESTS} requests."
     return table

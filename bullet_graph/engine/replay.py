@@ -20,7 +20,8 @@ from typing import Protocol
 
 from bullet_graph.engine.output import OutputKind, RequestOutput
 from bullet_graph.errors import ConfigError, EngineDeadError, PromptError, RequestError
-from bullet_graph.perf.metrics import ReplayResult, RequestMetrics, ServedRequest, summarize_ms
+from bullet_graph.perf.goodput_search import requests_for
+from bullet_graph.perf.metrics import Backlog, ReplayResult, RequestMetrics, ServedRequest, summarize_ms
 from bullet_graph.sampling_params import SamplingParams
 from bullet_graph.slo import NO_TARGETS, Slo
 from bullet_graph.workloads import Arrivals, Workload, WorkloadRequest, make_prompt_token_ids
@@ -60,8 +61,11 @@ class Replay:
     def result(self, arrivals: Arrivals, *, started: datetime, backend: str, model_id: str) -> ReplayResult:
         """The figures of at least one request."""
         duration_s, request_rate = self.duration_s, arrivals.request_rate
+        counted_from_s = self.start_s + arrivals.uncounted_s
+        counted = [request for request in self.served if request.metrics.arrival_s >= counted_from_s]
         done = [request for request in self.served if request.error is None]
-        metrics = [request.metrics for request in done]
+        metrics = [request.metrics for request in counted if request.error is None]
+        rate = None if request_rate is None or math.isinf(request_rate) else request_rate
         num_input = sum(request.input_tokens for request in done)
         num_output = sum(request.output_tokens for request in done)
         has_targets = any(request.slo != NO_TARGETS for request in self.served)
@@ -85,7 +89,12 @@ class Replay:
             total_output_tokens=num_output,
             request_throughput=per_second(len(done)),
             request_goodput=per_second(num_good) if has_targets else None,
-            slo_attainment=num_good / len(self.served) if has_targets else None,
+            slo_attainment=sum(r.meets_slo for r in counted) / len(counted) if has_targets else None,
+            counted=len(counted),
+            sustained=len(self.served) >= requests_for(rate) if rate else None,
+            backlog=Backlog.of(self.served, self.start_s, self.start_s + len(self.served) / rate)
+            if rate
+            else None,
             output_throughput=per_second(num_output),
             total_token_throughput=per_second(num_input + num_output),
             ttft=summarize_ms(m.ttft_ms for m in metrics),

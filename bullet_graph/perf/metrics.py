@@ -13,7 +13,7 @@ from bullet_graph.slo import NO_TARGETS, Slo
 
 _LATENCIES = ("ttft", "tpot", "itl", "e2el")
 _OF_EACH_REQUEST = ("input_lens", "output_lens", "ttfts", "itls", "start_times", "errors")
-_LABELS = {"mean": "mean", "median": "p50", "std": "std", "p90": "p90", "p99": "p99"}
+_LABELS = {"mean": "mean", "median": "p50", "std": "std", "p90": "p90", "p99": "p99", "max": "max"}
 
 
 @dataclass(slots=True)  # not frozen: one is made per token, like CompletionOutput
@@ -71,13 +71,14 @@ class RequestMetrics:
 
 @dataclass(frozen=True, slots=True)
 class PercentileSummary:
-    """Mean, population standard deviation and percentiles (linearly interpolated), in milliseconds."""
+    """Mean, population standard deviation, percentiles (linearly interpolated) and maximum, in milliseconds."""
 
     mean: float
     std: float
     p50: float
     p90: float
     p99: float
+    max: float
 
 
 def summarize_ms(values: Iterable[float | None]) -> PercentileSummary | None:
@@ -86,7 +87,7 @@ def summarize_ms(values: Iterable[float | None]) -> PercentileSummary | None:
     if sample.size == 0:
         return None
     p50, p90, p99 = (float(p) for p in np.percentile(sample, (50, 90, 99)))
-    return PercentileSummary(float(sample.mean()), float(sample.std()), p50, p90, p99)
+    return PercentileSummary(float(sample.mean()), float(sample.std()), p50, p90, p99, float(sample.max()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,9 +110,44 @@ class ServedRequest:
         return ttft_ms <= self.slo.ttft_limit_ms(self.input_tokens) and (tpot_ms or 0.0) <= tpot_limit_ms
 
 
+@dataclass(frozen=True, slots=True)
+class Backlog:
+    """The prompt tokens that wait for a first token, as the client sees them: at half time and at the end of arrivals.
+
+    ``prefill_tokens_per_s`` is all prompt tokens over the time in which at least one prompt waited.
+    """
+
+    waiting_tokens_half: int
+    waiting_tokens_end: int
+    prefill_tokens_per_s: float
+
+    @classmethod
+    def of(cls, served: Iterable[ServedRequest], start_s: float, end_s: float) -> "Backlog":
+        """From all requests of a run whose arrivals were planned between two times; failed ones wait for nothing."""
+        done = [r for r in served if r.error is None]
+        waits = sorted((r.metrics.arrival_s, r.metrics.times_s[0], r.input_tokens) for r in done)
+
+        def waiting(time_s: float) -> int:
+            return sum(tokens for arrival_s, first_s, tokens in waits if arrival_s < time_s < first_s)
+
+        waited_s, until_s = 0.0, start_s
+        for arrival_s, first_s, _ in waits:
+            waited_s += max(0.0, first_s - max(arrival_s, until_s))
+            until_s = max(until_s, first_s)
+        total = sum(tokens for *_, tokens in waits)
+        return cls(waiting((start_s + end_s) / 2), waiting(end_s), total / waited_s if waited_s else 0.0)
+
+    @property
+    def stable(self) -> bool:
+        """Whether prefill kept up: in the second half, no more was left waiting than prefill serves in 2 s."""
+        return self.waiting_tokens_end - self.waiting_tokens_half <= 2.0 * self.prefill_tokens_per_s
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayResult:
     """Figures of a replay. Latencies are over completed requests; a figure of nothing is None, where vLLM writes 0.
+
+    Requests that arrive before ``Arrivals.uncounted_s`` are in totals and rates, but in no latency and no share.
 
     Attributes:
         date: when the run began, as ``YYYYMMDD-HHMMSS``.
@@ -121,7 +157,10 @@ class ReplayResult:
         duration: seconds from the start of the run to the last token. All rates are per second of it.
         total_input_tokens, total_output_tokens: of completed requests.
         request_goodput: completed requests that met all their targets; None where no request has a target.
-        slo_attainment: those requests as a share of all requests sent, failed ones included; None likewise.
+        slo_attainment: those requests as a share of all requests counted, failed ones included; None likewise.
+        counted: how many requests are in latencies and shares.
+        sustained: whether a run at a rate was long enough to tell its goodput; None: there was no rate.
+        backlog: of a run at a rate, else None.
         ttft: from arrival, or from when ``max_concurrency`` let the request in.
         itl: all gaps between tokens, of all requests together.
         errors: why a request failed, which then has no output and a TTFT of 0; empty for the others.
@@ -142,6 +181,9 @@ class ReplayResult:
     request_throughput: float
     request_goodput: float | None
     slo_attainment: float | None
+    counted: int
+    sustained: bool | None
+    backlog: Backlog | None
     output_throughput: float
     total_token_throughput: float
     ttft: PercentileSummary | None
@@ -160,6 +202,9 @@ class ReplayResult:
         """The figures for a JSON file, flat: ``mean_ttft_ms`` and so on; ``detailed`` adds those of each request."""
         flat = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         details = {name: flat.pop(name) for name in _OF_EACH_REQUEST}
+        backlog = flat.pop("backlog")
+        flat["stable"] = None if backlog is None else backlog.stable
+        flat |= {field.name: getattr(backlog, field.name, None) for field in dataclasses.fields(Backlog)}
         for name in _LATENCIES:
             summary = flat.pop(name)
             for label, field in _LABELS.items():

@@ -4,11 +4,13 @@ Readers skip blank lines. They refuse a row with an empty prompt or no output, b
 """
 
 import csv
+import dataclasses
 import itertools
 import re
 import reprlib
 from collections.abc import Iterator
 from datetime import datetime
+from functools import partial
 from importlib import resources
 from pathlib import Path
 from typing import Annotated
@@ -40,8 +42,8 @@ def load_workload(
         spec: ``azure:NAME`` (a shipped excerpt), ``synthetic:NAME``, or a file: ``.csv`` (Azure LLM inference trace),
             ``.json`` (ShareGPT) or ``.jsonl`` (Mooncake).
         num_requests: take the first N, and read no further; None takes the whole trace, or
-            ``DEFAULT_SYNTHETIC_REQUESTS`` of a synthetic workload, which ``seed`` (at least 0) decides. It also decides
-            how long the users of a ShareGPT file think.
+            ``DEFAULT_SYNTHETIC_REQUESTS`` of a synthetic workload, which can be made longer, and which ``seed`` (at
+            least 0) decides. It also decides how long the users of a ShareGPT file think.
         tokenize: counts the tokens of a ShareGPT file; the other sources need none.
 
     Raises:
@@ -52,7 +54,10 @@ def load_workload(
         raise WorkloadError(f"the number of requests must be at least 1, got {num_requests}")
     family, _, name = spec.partition(":")
     if family == "synthetic":
-        return synthetic_workload(name, num_requests or DEFAULT_SYNTHETIC_REQUESTS, seed)
+        made = partial(synthetic_workload, name, seed=seed)
+        if num_requests is not None:
+            return made(num_requests)
+        return dataclasses.replace(made(DEFAULT_SYNTHETIC_REQUESTS), longer=made)
     if family == "azure":
         if name not in AZURE_EXCERPTS:
             raise WorkloadError(f"unknown excerpt {spec!r}: use azure:{' or azure:'.join(AZURE_EXCERPTS)}")

@@ -3,7 +3,7 @@
 import itertools
 import math
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -59,10 +59,18 @@ class Workload:
     """At least one request; reports call the workload by its ``name``.
 
     First turns are in order of arrival. Each later turn comes after the turn before it, and before the next first turn.
+    ``longer``, if there is no end, makes one with so many requests, which begins with this one.
     """
 
     name: str
     requests: tuple[WorkloadRequest, ...]
+    longer: "Callable[[int], Workload] | None" = field(default=None, compare=False)
+
+    def first(self, num_requests: int) -> "Workload":
+        """Its first requests; all, where it has fewer and cannot be made longer."""
+        if num_requests > len(self.requests) and self.longer is not None:
+            return self.longer(num_requests)
+        return Workload(self.name, self.requests[:num_requests])
 
     @property
     def shares_prefixes(self) -> bool:
@@ -96,6 +104,7 @@ class Arrivals:
         time_scale: factor on recorded times: 0.5 replays at twice the recorded rate.
         max_concurrency: most requests under way at once; None is no limit.
         seed: of random gaps and random prompts, at least 0.
+        uncounted_s: requests that arrive within so many seconds are served, but are in no latency and no share.
     """
 
     request_rate: float | None
@@ -103,6 +112,7 @@ class Arrivals:
     time_scale: float = 1.0
     max_concurrency: int | None = None
     seed: int = 0
+    uncounted_s: float = 0.0
 
     def times(self, workload: Workload) -> Times:
         """Arrival times: float64 [number of requests], seconds after the start, not decreasing.

@@ -33,13 +33,13 @@ def sweep(folder: Path, *arguments: str, slo: str = EASY, output: str = "sweep.j
     return run(
         *("bench", "sweep", *TINY, *workloads, *policies, "--max-num-seqs", "4", "--num-warmups", "1"),
         *(*(("--slo", slo) if slo else ()), "--first-rate", "100", "--max-runs", "3", "--step", "2"),
-        *("--output-json", str(folder / output), *arguments),
+        *("--smoke", "--output-json", str(folder / output), *arguments),
     )
 
 
 def rates(path: Path) -> list[tuple[str, str, float | None, list[float]]]:
     return [
-        (cell.system, cell.workload, cell.goodput, [run["request_rate"] for run in cell.runs])
+        (cell.system, cell.workload, cell.goodput_90, [run["request_rate"] for run in cell.runs])
         for cell in Sweep.read(path).cells
     ]
 
@@ -81,13 +81,15 @@ def test_a_sweep_serves_every_cell_in_turn(folder: Path, served: Served) -> None
     assert [(policy, workload) for policy, workload, _ in served.runs] == 3 * first_round
     found = Sweep.read(path)
     assert (found.finished, found.settings["device_name"]) == (True, "cpu")
-    best = found.cells[0].best
-    assert best is not None
+    best = found.cells[0].runs[-1]
+    assert (best["sustained"], best["stable"], best["counted"]) == (False, True, 4)
+    assert (found.cells[0].goodput_99, found.cells[0].sustained) == (400, False)
+    assert "Not sustained: runs of less than 120 s" in " ".join(result.stdout.split())
     assert (best["completed"], best["slo_attainment"], best["policy"]) == (4, 1.0, "serial")
     assert best["slo"] == "ttft:60000ms tpot:60000ms"
     assert "mixed:64" in result.stdout
     assert "≥ 400.00" in result.stdout, "the search ended before a rate was too high"
-    assert len(list((folder / "plots").iterdir())) == 5
+    assert len(list((folder / "plots").iterdir())) == 3
     assert "finished" in refused(sweep(folder))
     assert "--plot-dir" in refused(sweep(folder, "--plot-dir", str(folder / "plots"), output="other.json"))
     assert len(served.runs) == 12
@@ -102,7 +104,7 @@ def test_an_interrupted_sweep_goes_on(folder: Path, served: Served) -> None:
     assert result.exit_code == 130
     assert "has all runs so far (5); the same command resumes from there" in result.stderr
     assert (Sweep.read(path).num_runs, Sweep.read(path).finished) == (5, False)
-    assert "attainment is 0.9 there and 0.5 here" in refused(sweep(folder, "--attainment", "0.5"))
+    assert "tolerance is 0.05 there and 0.5 here" in refused(sweep(folder, "--tolerance", "0.5"))
     served.interrupt_at = None
     result = sweep(folder, "--json", "--overwrite")
     assert result.exit_code == 0, result.output

@@ -124,32 +124,51 @@ def test_decisions_are_traced(tmp_path: Path) -> None:
 def test_a_sweep_finds_each_policies_goodput_and_draws_it(table: Path, tmp_path: Path) -> None:
     plot, output = tmp_path / "sweep.svg", tmp_path / "sweep.json"
     result = simulate(
-        *(*TARGETS, "--sweep", "--policy", "mixed:2048", "--policy", "auto", "--request-rate", "30"),
-        *("--attainment", "0.8", "--plot", str(plot), "--output-json", str(output)),
+        *(*TARGETS, "--sweep", "--smoke", "--policy", "mixed:2048", "--policy", "auto"),
+        *("--first-rate", "30", "--plot", str(plot), "--output-json", str(output)),
         gpu=table,
     )
     assert result.exit_code == 0, result.output
     assert "mixed:2048" in result.stdout
+    assert "Not sustained: runs of less than 120 s or 300 requests" in " ".join(result.stdout.split())
     assert plot.read_text().lstrip().startswith("<?xml")
     swept = json.loads(output.read_text())
-    assert swept["attainment"] == 0.8
     for policy in swept["policies"].values():
         rates = [flat["request_rate"] for flat in policy["results"]]
         assert rates == sorted(rates)
-        best = next(flat for flat in policy["results"] if flat["request_rate"] == policy["goodput"])
-        assert best["slo_attainment"] >= 0.8
-        assert all(
-            f["slo_attainment"] < 0.8 for f in policy["results"] if f["request_rate"] > policy["goodput"]
-        )
+        assert policy["goodput_99"] < policy["goodput_90"]
+        shares = [f["slo_attainment"] for f in policy["results"] if f["request_rate"] <= policy["goodput_90"]]
+        assert shares[-1] >= 0.9
+        assert not policy["sustained"]
+        assert {(flat["sustained"], flat["counted"]) for flat in policy["results"]} == {(False, 30)}
     assert "the file exists" in refused(simulate(*TARGETS, "--sweep", "--plot", str(plot)))
 
 
+def test_a_sustained_sweep_ends_where_the_trace_does() -> None:
+    options = ("--num-prompts", "300", "--sweep", *TARGETS, "--policy", "mixed", "--first-rate", "2.5")
+    assert "≥ 2.50" in simulate(*options).stdout
+    found = parsed(simulate(*options, "--json"))["policies"]["mixed"]
+    (only,) = found.pop("results")
+    assert found == {
+        "goodput_90": 2.5,
+        "goodput_90_below": None,
+        "goodput_99": 2.5,
+        "goodput_99_below": None,
+        "sustained": True,
+    }
+    assert (only["sustained"], only["stable"], only["slo_attainment"]) == (True, True, 1)
+    # About 25 arrive in the first 10 s.
+    assert 260 < only["counted"] < 290
+    assert only["p99_ttft_ms"] <= only["max_ttft_ms"]
+    assert only["waiting_tokens_end"] <= only["waiting_tokens_half"] + 2 * only["prefill_tokens_per_s"]
+
+
 def test_a_sweep_that_holds_nowhere_says_so() -> None:
-    options = ("--goodput", "ttft:0.001", "--sweep", "--policy", "mixed", "--request-rate", "4")
+    options = ("--goodput", "ttft:0.001", "--sweep", "--smoke", "--policy", "mixed", "--first-rate", "4")
     result = simulate(*options)
     assert result.exit_code == 0, result.output
-    assert "< 0.0" in result.stdout
-    assert parsed(simulate(*options, "--json"))["policies"]["mixed"]["goodput"] is None
+    assert "< 0.41" in result.stdout
+    assert parsed(simulate(*options, "--json"))["policies"]["mixed"]["goodput_90"] is None
 
 
 def test_a_table_that_does_not_fit_is_refused(table: Path, tmp_path: Path) -> None:
@@ -170,7 +189,9 @@ def test_a_gpu_of_unknown_memory_needs_the_caches_size() -> None:
     assert flat["performance"] == "roofline of an unmeasured GPU"
 
 
-@pytest.mark.parametrize("arguments", [("--help",), ("--sweep", "--goodput", "ttft:500", "tpot:15")])
+@pytest.mark.parametrize(
+    "arguments", [("--help",), ("--sweep", "--smoke", "--goodput", "ttft:500", "tpot:15")]
+)
 def test_no_torch_is_imported(arguments: tuple[str, ...]) -> None:
     command = ("simulate", "--trace", "azure:conv", "--num-prompts", "20", *arguments)
     code = (
@@ -181,4 +202,4 @@ def test_no_torch_is_imported(arguments: tuple[str, ...]) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
-    assert "--goodput" in done.stdout or "requests/s" in done.stdout
+    assert "--goodput" in done.stdout or "goodput_90" in done.stdout

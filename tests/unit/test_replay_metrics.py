@@ -4,10 +4,14 @@ import json
 from datetime import datetime
 from typing import Any
 
+import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from bullet_graph.engine.replay import Replay
 from bullet_graph.perf.metrics import (
+    Backlog,
     PercentileSummary,
     ReplayResult,
     RequestMetrics,
@@ -50,6 +54,10 @@ def test_every_figure_by_hand() -> None:
         max_concurrency=8,
     )
     fields = result.fields()
+    load = ["waiting_tokens_half", "waiting_tokens_end", "prefill_tokens_per_s"]
+    rest = {name: fields.pop(name) for name in ("counted", "sustained", "stable", *load)}
+    # 180 tokens in 1.2 s of waiting; nothing waits 1 and 2 s after the start.
+    assert rest == dict(zip(rest, (4, False, True, 0, 0, pytest.approx(150)), strict=True))
     assert {name: fields[name] for name in list(fields)[:17]} == {
         "date": "20260304-050607",
         "backend": "b",
@@ -71,17 +79,17 @@ def test_every_figure_by_hand() -> None:
     }
     latencies = {
         # std of (400, 200, 600) is √(80000/3); p90 lies 0.8 of the way from 400 to 600, p99 0.98 of it.
-        "ttft": (400, 400, (80000 / 3) ** 0.5, 560, 596),
-        "tpot": (20, 20, 0, 20, 20),
+        "ttft": (400, 400, (80000 / 3) ** 0.5, 560, 596, 600),
+        "tpot": (20, 20, 0, 20, 20, 20),
         # (10, 30, 20): std √(200/3).
-        "itl": (20, 20, (200 / 3) ** 0.5, 28, 29.8),
+        "itl": (20, 20, (200 / 3) ** 0.5, 28, 29.8, 30),
         # (440, 220, 600): mean 420, deviations 20, −200, 180.
-        "e2el": (420, 440, ((400 + 40000 + 32400) / 3) ** 0.5, 568, 596.8),
+        "e2el": (420, 440, ((400 + 40000 + 32400) / 3) ** 0.5, 568, 596.8, 600),
     }
     expected = {
         f"{label}_{name}_ms": value
         for name, values in latencies.items()
-        for label, value in zip(("mean", "median", "std", "p90", "p99"), values, strict=True)
+        for label, value in zip(("mean", "median", "std", "p90", "p99", "max"), values, strict=True)
     }
     assert {name: fields[name] for name in list(fields)[17:]} == pytest.approx(expected, abs=1e-6)
     json.dumps(fields, allow_nan=False)
@@ -151,6 +159,56 @@ def test_what_json_has_no_number_for_is_text() -> None:
     assert (at_once.request_rate, at_once.burstiness) == ("inf", "inf")
     recorded = summarize(served(0.0, 0.1), request_rate=None)
     assert (recorded.request_rate, recorded.burstiness) == ("trace", None)
+    assert (recorded.sustained, recorded.backlog, recorded.fields()["stable"]) == (None, None, None)
+
+
+def test_the_first_arrivals_are_served_but_not_counted() -> None:
+    late = [served(10.0 + index, 10.6 + index, slo=TIGHT) for index in range(2)]
+    requests = served(0.0, 9.0, slo=TIGHT), served(9.9, 10.0, slo=TIGHT), *late
+    result = summarize(*requests, served(12.0, 12.1, slo=TIGHT), duration_s=12.1, uncounted_s=10.0)
+    assert (result.completed, result.counted, result.slo_attainment) == (5, 3, 1 / 3)
+    assert result.ttft is not None
+    assert (result.ttft.p50, result.ttft.max) == (pytest.approx(600), pytest.approx(600))
+    assert result.request_throughput == pytest.approx(5 / 12.1)
+
+
+# ---- whether prefill keeps up ----
+
+
+def queue(load: float, *, num_requests: int = 1200, rate: float = 10.0, seed: int = 0) -> list[ServedRequest]:
+    """A run of Poisson arrivals at one server of prompts, first come first served; prompts have 2 to 2,000 tokens."""
+    random = np.random.default_rng(seed)
+    arrivals_s = np.sort(random.uniform(0, num_requests / rate, num_requests))
+    prompts = random.integers(2, 2001, num_requests)
+    free_s, requests = 0.0, []
+    for arrival_s, prompt in zip(arrivals_s.tolist(), prompts.tolist(), strict=True):
+        free_s = max(free_s, arrival_s) + load / rate * prompt / 1001
+        requests.append(served(arrival_s, free_s, prompt=prompt))
+    return requests
+
+
+@given(seed=st.integers(0, 2**32), share=st.floats(0.05, 0.6))
+@settings(max_examples=15, deadline=None)
+def test_a_queue_with_capacity_to_spare_is_stable(seed: int, share: float) -> None:
+    backlog = Backlog.of(queue(share, seed=seed), 0.0, 120.0)
+    assert backlog.stable
+    assert backlog.prefill_tokens_per_s == pytest.approx(1001 * 10 / share, rel=1e-6)
+
+
+@given(seed=st.integers(0, 2**32), load=st.floats(1.2, 3))
+@settings(max_examples=15, deadline=None)
+def test_a_queue_that_grows_is_unstable(seed: int, load: float) -> None:
+    assert not Backlog.of(queue(load, seed=seed), 0.0, 120.0).stable
+
+
+@pytest.mark.parametrize(("tokens", "stable"), [(300, True), (301, False)])
+def test_two_seconds_of_prefill_may_wait_more_at_the_end(tokens: int, stable: bool) -> None:
+    at_half, at_end = served(0.0, 6.0, prompt=100), served(9.0, 12.0, prompt=tokens)
+    last, refused = served(10.0, 10.5, prompt=800 - tokens), served(9.5, prompt=10**6, error="refused")
+    backlog = Backlog.of((at_half, at_end, last, refused), 0.0, 10.0)
+    # 900 tokens in the 9 s in which a prompt waited.
+    assert backlog == Backlog(100, tokens, 100.0)
+    assert backlog.stable is stable
 
 
 def test_figures_that_a_request_has_not_yet() -> None:
@@ -175,6 +233,6 @@ def test_times_that_come_later_do_not_count() -> None:
 
 
 def test_summary_of_one_and_of_none() -> None:
-    assert summarize_ms([7.0]) == PercentileSummary(7.0, 0.0, 7.0, 7.0, 7.0)
+    assert summarize_ms([7.0]) == PercentileSummary(7.0, 0.0, 7.0, 7.0, 7.0, 7.0)
     assert summarize_ms([7.0, None]) == summarize_ms([7.0])
     assert summarize_ms(iter(())) is None

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -15,24 +16,26 @@ from bullet_graph.cli.bench.sweep_runner import (
     SweepRunner,
     Task,
     WorkloadSpec,
+    at_rate,
     make_cells,
 )
 from bullet_graph.cli.plots import _bar_label, draw_sweep
 from bullet_graph.cli.result_file import command_line
 from bullet_graph.config import Policy
-from bullet_graph.errors import ConfigError
-from bullet_graph.perf.goodput_search import GoodputSearch
+from bullet_graph.errors import ConfigError, WorkloadError
+from bullet_graph.perf.goodput_search import FASTEST_RATE, GoodputSearch, RateRun, goodput_fields
 from bullet_graph.slo import Slo
-from bullet_graph.workloads import Workload, WorkloadRequest
+from bullet_graph.workloads import Arrivals, Workload, WorkloadRequest
 
-SETTINGS = {"model": "tiny", "policies": ("auto", "mixed"), "attainment": 0.9, "engine": {"max_num_seqs": 8}}
+SETTINGS = {"model": "tiny", "policies": ("auto", "mixed"), "tolerance": 0.05, "engine": {"max_num_seqs": 8}}
 PROVENANCE = {"date_utc": "2026-03-04T05:06:07+00:00", "git_commit": "abc"}
 TASK = Task("azure:conv", 20, "ttft:500ms")
 AUTO, MIXED = CellKey("bullet_graph auto", TASK), CellKey("bullet_graph mixed", TASK)
 
 
 def run_at(rate: Any, attainment: Any = 1.0, **changes: Any) -> dict[str, Any]:
-    return {"request_rate": rate, "slo_attainment": attainment, "median_ttft_ms": None} | changes
+    told = {"request_rate": rate, "slo_attainment": attainment, "stable": True, "sustained": True}
+    return told | {"median_ttft_ms": None} | changes
 
 
 def open_sweep(path: Path, *, overwrite: bool = False, **changes: Any) -> Sweep:
@@ -52,13 +55,20 @@ def test_the_file_as_others_read_it(path: Path) -> None:
     assert not path.exists(), "nothing was run"
     sweep.add_run(AUTO, run_at(8))
     sweep.add_run(MIXED, run_at(8, 0.5))
-    sweep.add_run(AUTO, run_at(16, 0.2))
-    sweep.finish_cell(AUTO, 8)
+    sweep.add_run(AUTO, run_at(16, 0.2, stable=False, sustained=False))
     task = {"workload": "azure:conv", "num_prompts": 20, "slo": "ttft:500ms"}
-    auto = {"goodput": 8, "finished": True, "runs": [run_at(8), run_at(16, 0.2)]}
-    mixed = {"goodput": None, "finished": False, "runs": [run_at(8, 0.5)]}
+    auto = {
+        "goodput_90": 8,
+        "goodput_90_below": 16,
+        "goodput_99": 8,
+        "goodput_99_below": 16,
+        "sustained": False,
+    }
+    auto |= {"runs": [run_at(8), run_at(16, 0.2, stable=False, sustained=False)]}
+    mixed = {"goodput_90": None, "goodput_90_below": 8, "goodput_99": None, "goodput_99_below": 8}
+    mixed |= {"sustained": True, "runs": [run_at(8, 0.5)]}
     assert json.loads(path.read_text()) == {
-        "format": 1,
+        "format": 2,
         "kind": "goodput sweep",
         "finished": False,
         "argv": command_line(),
@@ -70,10 +80,9 @@ def test_the_file_as_others_read_it(path: Path) -> None:
             {"system": "bullet_graph mixed", **task, **mixed},
         ],
     }
-    sweep.finish_cell(MIXED, None)
     sweep.finish()
     finished = json.loads(path.read_text())
-    assert (finished["finished"], finished["cells"][1]["finished"]) == (True, True)
+    assert finished["finished"]
     assert Sweep.read(path).fields() == sweep.fields()
     assert list(path.parent.iterdir()) == [path], "no temporary file is left"
     with pytest.raises(ConfigError, match="finished; add --overwrite or give another name"):
@@ -88,9 +97,7 @@ def test_every_run_is_there_at_once_and_the_same_sweep_goes_on(path: Path) -> No
         sweep.add_run(AUTO, run_at(2**number))
     with pytest.raises(ValueError, match="not JSON compliant"):
         sweep.add_run(AUTO, run_at(float("inf")))
-    sweep.finish_cell(AUTO, 8)
     assert len(open_sweep(path).cell(AUTO).runs) == 4
-    assert open_sweep(path).cell(AUTO).best == run_at(8)
     assert open_sweep(path).cell(MIXED).runs == ()
 
 
@@ -109,10 +116,10 @@ def test_another_sweep_is_not_gone_on_with(path: Path) -> None:
     open_sweep(path).add_run(AUTO, run_at(1))
     with pytest.raises(ConfigError, match="other settings: model is 'tiny' there and 'large' here; add"):
         open_sweep(path, model="large")
-    with pytest.raises(ConfigError, match=r"engine\.max_num_seqs is 8 there and 9 here"):
+    with pytest.raises(
+        ConfigError, match=r"engine is {'max_num_seqs': 8} there and {'max_num_seqs': 9} here"
+    ):
         open_sweep(path, engine={"max_num_seqs": 9})
-    with pytest.raises(ConfigError, match="and 2 more"):
-        open_sweep(path, **dict.fromkeys("abcdefg", 1))
     before = path.read_bytes()
     sweep = open_sweep(path, model="large", overwrite=True)
     assert path.read_bytes() == before, "kept until there is something to put in its place"
@@ -131,10 +138,10 @@ def damaged(*runs: Any, **changes: Any) -> bytes:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"{half a fi", "is no sweep's file of format 1, or it is damaged: .*Invalid JSON"),
+        (b"{half a fi", "is no sweep's file of format 2, or it is damaged: .*Invalid JSON"),
         (b"\xff\xfe\x00", "Invalid JSON"),
         (b'{"results": []}', "settings: Field required"),
-        (damaged(format=2), "format: Input should be 1, found 2"),
+        (damaged(format=1), "format: Input should be 2, found 1"),
         (damaged(run_at("inf")), "request_rate of a run must be a number, got 'inf'"),
         (damaged(run_at(1, None)), "slo_attainment of a run must be a number"),
     ],
@@ -157,11 +164,11 @@ POLICIES = (Policy("mixed", 2048), Policy("auto"))
 @pytest.mark.parametrize(
     ("text", "spec"),
     [
-        ("conv", WorkloadSpec("azure:conv")),
-        ("code=400", WorkloadSpec("azure:code", 400)),
-        ("longdoc~0.5", WorkloadSpec("synthetic:longdoc", None, 0.5)),
+        ("azure:conv", WorkloadSpec("azure:conv")),
+        ("azure:code=400", WorkloadSpec("azure:code", 400)),
+        ("synthetic:longdoc~0.5", WorkloadSpec("synthetic:longdoc", None, 0.5)),
         ("azure:code=400~10@ttft:500 tpot:8", WorkloadSpec("azure:code", 400, 10, TIGHT)),
-        ("code@ttft:500ms,tpot:8", WorkloadSpec("azure:code", slo=TIGHT)),
+        ("azure:code@ttft:500ms,tpot:8", WorkloadSpec("azure:code", slo=TIGHT)),
         ("traces/mine.jsonl=5", WorkloadSpec("traces/mine.jsonl", 5)),
         ("~/mine.csv", WorkloadSpec("~/mine.csv")),
     ],
@@ -189,18 +196,22 @@ def test_a_workload_in_another_form_is_refused(text: str, message: str) -> None:
 
 
 def load(spec: WorkloadSpec) -> Workload:
-    request = WorkloadRequest(len(spec.name), 1, arrival_s=None)
-    return Workload(spec.name.rpartition("/")[2], (request,) * (spec.num_prompts or 3))
+    """The given number of requests, or as many as are wanted."""
+    requests = (WorkloadRequest(len(spec.name), 1, arrival_s=None),) * 10**4
+    name = spec.name.rpartition("/")[2]
+    if spec.num_prompts is not None:
+        return Workload(name, requests[: spec.num_prompts])
+    return Workload(name, requests[:3], longer=lambda count: Workload(name, requests[:count]))
 
 
-def cells_of(*texts: str, slos: tuple[Slo, ...] = (LOOSE,)) -> list[Cell[Policy]]:
+def cells_of(*texts: str, slos: tuple[Slo, ...] = (LOOSE,), smoke: bool = True) -> list[Cell[Policy]]:
     return make_cells(
         [WorkloadSpec.parse(text) for text in texts],
         slos,
         {f"bullet_graph {policy}": policy for policy in POLICIES},
-        first_rate=8,
+        search=GoodputSearch(first_rate=8, max_runs=3),
         load=load,
-        new_rates=lambda rate: GoodputSearch(first_rate=rate, max_runs=3),
+        smoke=smoke,
     )
 
 
@@ -208,7 +219,7 @@ def test_cells_are_workloads_times_targets_times_policies() -> None:
     cells = cells_of("conv=5~24", "code@ttft:500 tpot:8", slos=(LOOSE, TIGHT))
     assert [(str(cell), cell.key.system) for cell in cells] == [
         (f"{workload}@ttft:500ms tpot:{tpot}ms", f"bullet_graph {policy}")
-        for workload, tpot in (("azure:conv=5~24", 15), ("azure:conv=5~24", 8), ("azure:code=3~8", 8))
+        for workload, tpot in (("conv=5~24", 15), ("conv=5~24", 8), ("code~8", 8))
         for policy in ("mixed:2048", "auto")
     ]
     # What stands for a cell can be given again.
@@ -216,13 +227,41 @@ def test_cells_are_workloads_times_targets_times_policies() -> None:
 
 
 def test_a_cell_comes_once_and_two_cannot_have_one_name() -> None:
-    assert cells_of("conv", "conv", "azure:conv@ttft:500 tpot:15") == cells_of("conv")
-    with pytest.raises(ConfigError, match=r"two different ones are both called mine\.csv with 3 requests"):
-        cells_of("a/mine.csv", "there/mine.csv")
+    assert cells_of("conv", "conv", "conv@ttft:500 tpot:15") == cells_of("conv")
+    with pytest.raises(ConfigError, match=r"two different ones are both called mine\.csv, 3 requests"):
+        cells_of("a/mine.csv=3", "there/mine.csv=3")
     with pytest.raises(ConfigError, match="two different ones"):
         cells_of("conv~8", "conv~9")
-    with pytest.raises(ConfigError, match="azure:code has no targets to meet"):
+    with pytest.raises(ConfigError, match="code has no targets to meet"):
         cells_of("conv@ttft:500", "code", slos=())
+
+
+@pytest.mark.parametrize(("rate", "needed"), [(20, 2400), (1, 300)])
+def test_a_run_at_a_rate_is_sustained_or_says_that_it_is_not(rate: float, needed: int) -> None:
+    given = Arrivals(request_rate=None, seed=3)
+    endless, enough, short = (load(WorkloadSpec("w", count)) for count in (None, 5000, needed - 1))
+    for workload in (endless, enough):
+        run, arrivals = at_rate(workload, given, rate, smoke=False)
+        assert len(run.requests) == needed
+        assert arrivals == Arrivals(request_rate=rate, seed=3, uncounted_s=10)
+        assert arrivals.times(run)[-1] >= 120
+    with pytest.raises(
+        WorkloadError, match=f"has {needed - 1:,} requests, but a run at {rate}/s needs {needed:,}: 120"
+    ):
+        at_rate(short, given, rate, smoke=False)
+    run, arrivals = at_rate(short, given, rate, smoke=True)
+    assert (len(run.requests), arrivals.uncounted_s) == (needed - 1, 0), "in a short run, all requests count"
+    assert at_rate(short, given, FASTEST_RATE, smoke=False) == (
+        short,
+        Arrivals(request_rate=math.inf, seed=3),
+    )
+
+
+def test_a_trace_is_served_at_rates_for_which_it_suffices() -> None:
+    with pytest.raises(WorkloadError, match="or add --smoke"):
+        cells_of("trace=1000~9", smoke=False)
+    cell = cells_of("trace=1200~8", smoke=False)[0]
+    assert cell.search.next_rate([RateRun(8, 1.0, True), RateRun(8.5, 1.0, True)]) == 10
 
 
 # ---- the rounds ----
@@ -236,15 +275,17 @@ def test_an_interrupted_sweep_resumes_in_rounds(path: Path) -> None:
     def serve(num_runs: int) -> Sweep:
         sweep = Sweep.open(path, settings={}, provenance={}, overwrite=False)
         cells = cells_of("conv~8", "code~10")
-        runner = SweepRunner(cells, sweep, is_given_up=lambda cell: cell.rates.ceiling == 10, quiet=True)
+        runner = SweepRunner(
+            cells, sweep, is_given_up=lambda cell: sweep.cell(cell.key).goodput_90_below == 10, quiet=True
+        )
 
         def measure(cell: Cell[Policy], rate: float, label: str | None) -> dict[str, float]:
             if len(runs) == num_runs:
                 raise KeyboardInterrupt
             assert label is None
             runs.append((cell.key.system, rate))
-            enough = cell.workload.name == "azure:conv" and cell.system.name == "auto"
-            return {"request_rate": rate, "slo_attainment": float(enough), "output_throughput": 1.0}
+            enough = cell.workload.name == "conv" and cell.system.name == "auto"
+            return run_at(rate, float(enough), output_throughput=1.0)
 
         with contextlib.suppress(KeyboardInterrupt):
             runner.run(cells, warm_up=lambda cell: warm.append(cell.key.system), measure=measure)
@@ -252,16 +293,28 @@ def test_an_interrupted_sweep_resumes_in_rounds(path: Path) -> None:
             runner.finish()
         return sweep
 
-    assert [cell.finished for cell in serve(5).cells] == [False, False, True, True]
+    serve(5)
     sweep = serve(99)
     mixed, auto = "bullet_graph mixed:2048", "bullet_graph auto"
     assert runs == [
         *((mixed, 8.0), (auto, 8.0), (mixed, 10.0), (auto, 10.0)),
-        *((mixed, 4.0), (auto, 16.0), (mixed, 2.0), (auto, 32.0)),
+        *((mixed, 6.4), (auto, 10.0), (mixed, 5.12), (auto, 12.5)),
     ]
     assert warm == [mixed, auto] * 2 + [auto, mixed]
     assert sweep.finished
-    assert [cell.goodput for cell in sweep.cells] == [None, 32.0, None, None]
+    assert [cell.goodput_90 for cell in sweep.cells] == [None, 12.5, None, None]
+
+
+def test_the_time_is_told_before(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sweep, cells = open_sweep(path), cells_of("conv~8")[:1]
+
+    def measure(_: Cell[Policy], rate: float, __: str | None) -> dict[str, Any]:
+        return run_at(rate, stable=rate < 12, output_throughput=1.0)
+
+    SweepRunner(cells, sweep).run(cells, warm_up=lambda _: None, measure=measure)
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == "at most 3 runs, with 6 minutes of arrivals"
+    assert [line.endswith(", unstable") for line in lines[1:]] == [False, False, True]
 
 
 # ---- the pictures ----
@@ -276,30 +329,33 @@ def drawn_at(rate: float, **changes: Any) -> dict[str, Any]:
 
 
 def make_sweep() -> Sweep:
-    runs = (drawn_at(10), drawn_at(20), drawn_at(12.5))
+    runs = (drawn_at(10), drawn_at(20, stable=False), drawn_at(12.5))
     cells = [
-        SweepCell(system=system, **task._asdict(), goodput=12.5, finished=True, runs=runs)
+        SweepCell(system=system, **task._asdict(), runs=runs, **goodput_fields(runs))
         for task in TASKS
         for system in SYSTEMS
     ]
-    # One that served nothing in time, one that is under way, and one that was not begun.
+    # One that served nothing in time, and one that was not begun.
     nothing = drawn_at(5, **dict.fromkeys(LATENCIES), slo_attainment=0.0)
-    cells[0] = cells[0].model_copy(update={"goodput": None, "runs": (nothing,)})
-    cells[3] = cells[3].model_copy(update={"goodput": None, "finished": False})
-    cells.append(SweepCell(system="other", workload="azure:conv", num_prompts=1, slo="tpot:9ms"))
-    return Sweep(settings={"attainment": 0.9, "tolerance": 0.02}, provenance={}, cells=cells)
+    cells[0] = cells[0].model_copy(update={"runs": (nothing,), **goodput_fields([nothing])})
+    cells.append(SweepCell(system="other", workload="azure:conv", num_prompts=None, slo="tpot:9ms"))
+    return Sweep(settings={"tolerance": 0.02}, provenance={}, cells=cells)
 
 
 @pytest.mark.parametrize(("tolerance", "label"), [(0.02, "≥ 12.5"), (0.6, "12.5")])
 def test_a_bar_says_that_the_search_was_not_over(tolerance: float, label: str) -> None:
-    assert _bar_label(make_sweep().cells[1], tolerance) == label
+    nothing, cell, *_ = make_sweep().cells
+    assert _bar_label(cell, tolerance) == label
+    assert _bar_label(nothing, tolerance) == "< 5"
+    short = cell.model_copy(update={"sustained": False})
+    assert _bar_label(short, tolerance) == f"{label}\nnot sustained"
 
 
 def test_each_comparison_has_its_pictures_from_the_file_alone(path: Path) -> None:
     sweep = make_sweep()
     pictures = draw_sweep(sweep, "svg")
-    tasks = "azure-conv-600-ttft-500ms-tpot-15ms", "azure-code-600-ttft-0.2ms-token"
-    of_tasks = {f"{kind}_{task}.svg" for kind in ("rates", "throughput") for task in tasks}
+    tasks = "azure-conv-600-requests-ttft-500ms-tpot-15ms", "azure-code-600-requests-ttft-0.2ms-token"
+    of_tasks = {f"rates_{task}.svg" for task in tasks}
     assert set(pictures) == {"goodput.svg"} | of_tasks
     assert all(picture.lstrip().startswith(b"<?xml") for picture in pictures.values())
     path.write_text(json.dumps(sweep.fields()))

@@ -397,3 +397,17 @@ def test_a_workload_without_times_has_none_to_replay() -> None:
     workload = Workload("chat", (WorkloadRequest(3, 4, 0.0), WorkloadRequest(3, 4, None)))
     with pytest.raises(WorkloadError, match=r"chat has no arrival times.*request rate"):
         Arrivals(request_rate=None).times(workload)
+
+
+def test_a_workload_is_cut_and_a_synthetic_one_made_longer() -> None:
+    code, trace = (
+        load_workload("synthetic:code", num_requests=None, seed=3),
+        load_workload("azure:code", num_requests=9),
+    )
+    longer = code.first(1500)
+    assert (len(longer.requests), longer.first(1000)) == (1500, code)
+    assert trace.first(20) == trace
+    assert trace.first(4).requests == trace.requests[:4]
+    assert len(load_workload("synthetic:code", num_requests=5).first(20).requests) == 5, (
+        "the number asked for is kept"
+    )

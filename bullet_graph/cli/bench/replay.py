@@ -217,7 +217,7 @@ def require_fit(workload: Workload, max_model_len: int, share: float = 0.0) -> N
         raise WorkloadError(
             f"{total - num_fit} of the {total} requests of {workload.name} are longer than max_model_len="
             f"{max_model_len}, prompt and output together, and would fail at any rate: take a model or "
-            f"--max-model-len with room for them,{' a lower --attainment,' if share else ''} or another workload"
+            "--max-model-len with room for them, or another workload"
         )
 
 

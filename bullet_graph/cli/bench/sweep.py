@@ -1,4 +1,4 @@
-"""``bullet-graph bench sweep``: the goodput of policies on workloads, by bisection over the request rate."""
+"""``bullet-graph bench sweep``: the goodputs of policies on workloads, by bisection over the request rate."""
 
 import dataclasses
 import math
@@ -13,6 +13,7 @@ from bullet_graph.cli.bench.sweep_runner import (
     Sweep,
     SweepRunner,
     WorkloadSpec,
+    at_rate,
     make_cells,
     parse_targets,
 )
@@ -32,10 +33,10 @@ from bullet_graph.cli.result_file import (
     to_json,
     write_result_file,
 )
-from bullet_graph.cli.tables import goodput_table, print_line, print_table
+from bullet_graph.cli.tables import goodput_table, print_table
 from bullet_graph.config import EngineConfig, Policy
 from bullet_graph.errors import BulletGraphError, ConfigError
-from bullet_graph.perf.goodput_search import GoodputSearch
+from bullet_graph.perf.goodput_search import SHARES, GoodputSearch
 from bullet_graph.perf.provenance import collect_provenance
 from bullet_graph.runtime.performance import find_performance
 from bullet_graph.runtime.resolve import resolve
@@ -54,8 +55,8 @@ _SYSTEM = "bullet_graph "
     multiple=True,
     required=True,
     metavar="NAME[=N][~RATE][@TARGETS]",
-    help="conv, code, longdoc, or a value for --trace of other commands; its first N requests; the first rate; its own "
-    "targets. Repeat it for several.",
+    help="As --trace of other commands; its first N requests alone; the first rate; its own targets. Repeat it for "
+    "several.",
 )
 @click.option(
     "--slo",
@@ -76,7 +77,7 @@ def sweep(
     workloads: tuple[str, ...],
     slos: tuple[str, ...],
     policies: tuple[Policy, ...],
-    first_rate: float,
+    smoke: bool,
     burstiness: float,
     num_warmups: int,
     output_json: Path,
@@ -86,21 +87,24 @@ def sweep(
     as_json: bool,
     **search: Any,
 ) -> None:
-    """Find each policy's goodput: the highest request rate at which enough requests meet their targets.
+    """Find each policy's goodputs: the highest request rates at which 90 and 99 % of the requests meet their targets.
+
+    A run at a rate lasts two minutes, and has at least 300 requests: give a first rate near the answer, or --smoke for
+    a short trial. A rate at which waiting prompts pile up is unstable and serves nothing.
 
     Every policy serves every workload with each of its targets. One engine serves all of them in rounds, so that the
     runs of one round meet the same clocks of a power-capped GPU. The file has each run as soon as it has ended; an
     interrupted sweep resumes when the same command is given again.
 
-    A workload is written NAME, NAME=NUM_PROMPTS, and so on: "code=400~10@ttft:500 tpot:8" is the first 400 requests of
-    azure:code, beginning at 10 per second, with targets of its own. Give it again for other targets.
+    "synthetic:code~10@ttft:500 tpot:8" is a workload that begins at 10 requests per second, with targets of its own.
 
     \b
     Examples:
-      bullet-graph bench sweep --model llama-3.1-8b --workload conv=600 --slo "ttft:500 tpot:15" \\
+      bullet-graph bench sweep --model llama-3.1-8b --workload synthetic:conv~20 --slo "ttft:500 tpot:15" \\
           --policy mixed:2048 --policy split --policy auto --output-json sweep.json --plot-dir plots
-      bullet-graph bench sweep --model llama-3.1-8b --workload conv=600~24 --workload longdoc=100~1 \\
-          --workload "code=400~10@ttft:500 tpot:8" --slo "ttft:500 tpot:15" --output-json sweep.json
+      bullet-graph bench sweep --model llama-3.1-8b --workload synthetic:conv~20 --workload synthetic:longdoc~2 \\
+          --workload "synthetic:code~10@ttft:500 tpot:8" --slo "ttft:500 tpot:15" --output-json sweep.json
+      bullet-graph bench sweep --model tiny --workload azure:conv=50~100 --slo ttft:500 --smoke --output-json trial.json
     """
     targets = tuple(dict.fromkeys(parse_targets(slo) for slo in slos))
     specs = [WorkloadSpec.parse(workload) for workload in workloads]
@@ -116,7 +120,7 @@ def sweep(
 
     def load(spec: WorkloadSpec) -> Workload:
         workload = load_requests(runtime, spec.name, spec.num_prompts, seed=config.seed)
-        require_fit(workload, runtime.max_model_len, search["attainment"])
+        require_fit(workload, runtime.max_model_len, min(SHARES))
         # Arrivals that cannot be drawn are refused now rather than after the weights are loaded.
         arrivals.times(workload)
         return workload
@@ -125,9 +129,9 @@ def sweep(
         specs,
         targets,
         {f"{_SYSTEM}{policy}": policy for policy in policies},
-        first_rate=first_rate,
+        search=GoodputSearch(**search),
         load=load,
-        new_rates=lambda rate: GoodputSearch(first_rate=rate, **search),
+        smoke=smoke,
     )
     # Under a target for TPOT, more policies need predictions.
     strictest = next((cell.slo for cell in cells if cell.slo.tpot_ms is not None), cells[0].slo)
@@ -140,6 +144,7 @@ def sweep(
         "workloads": list(dict.fromkeys(str(cell) for cell in cells)),
         "policies": list(dict.fromkeys(str(cell.system) for cell in cells)),
         **search,
+        "smoke": smoke,
         # JSON has no infinity.
         "burstiness": burstiness if math.isfinite(burstiness) else "inf",
         "num_warmups": num_warmups,
@@ -160,8 +165,8 @@ def sweep(
 
                 def run(cell: Cell[Policy], rate: float, label: str | None) -> dict[str, Any]:
                     client = engine_client(engine, cell.system, cell.slo)
-                    at_rate = dataclasses.replace(arrivals, request_rate=rate)
-                    return measure(client, cell.workload, at_rate, slo=cell.slo, label=label).fields()
+                    workload, arriving = at_rate(cell.workload, arrivals, rate, smoke=smoke)
+                    return measure(client, workload, arriving, slo=cell.slo, label=label).fields()
 
                 runner.run(cells, warm_up=prepare, measure=run)
         runner.finish()
@@ -189,14 +194,9 @@ def sweep(
 
 
 def print_sweep(sweep: Sweep) -> None:
-    """Show each cell's goodput, and its run there, on stdout: a table for each workload and targets."""
-    share = 100 * sweep.settings["attainment"]
-    print_line(f"highest rate at which {share:g} % of the requests meet all targets")
+    """Show each cell's goodputs on stdout: a table for each workload and targets."""
     tables: dict[str, dict[str, Any]] = {}
     for cell in sweep.cells:
-        tables.setdefault(str(cell.key.task), {})[cell.system.removeprefix(_SYSTEM)] = (
-            cell.goodput,
-            cell.runs,
-        )
+        tables.setdefault(str(cell.key.task), {})[cell.system.removeprefix(_SYSTEM)] = cell.runs
     for title, rows in tables.items():
         print_table(goodput_table(title, rows, sweep.settings["tolerance"]))

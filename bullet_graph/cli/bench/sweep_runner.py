@@ -1,9 +1,11 @@
 """A goodput sweep: its cells, the file that keeps each run, and the runner that serves the cells in rounds."""
 
+import dataclasses
 import json
+import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Generic, Literal, NamedTuple, TypeVar
 
@@ -11,17 +13,23 @@ import click
 from pydantic import AfterValidator, BaseModel, PrivateAttr, ValidationError
 
 from bullet_graph.cli.result_file import check_result_file, command_line, to_json, write_result_file
-from bullet_graph.errors import ConfigError, first_problem
-from bullet_graph.perf.goodput_search import FASTEST_RATE, GoodputSearch
+from bullet_graph.errors import ConfigError, WorkloadError, first_problem
+from bullet_graph.perf.goodput_search import (
+    FASTEST_RATE,
+    LEAST_REQUESTS,
+    LEAST_SECONDS,
+    WARMUP_S,
+    GoodputSearch,
+    RateRun,
+    goodput_fields,
+    requests_for,
+)
 from bullet_graph.slo import NO_TARGETS, Slo
-from bullet_graph.workloads import Workload
+from bullet_graph.workloads import Arrivals, Workload
 
-_MOST_DIFFERENCES_SHOWN = 5
-
-_SHORT_NAMES = {"conv": "azure:conv", "code": "azure:code", "longdoc": "synthetic:longdoc"}
 _FORM = re.compile(r"(?P<name>[^=@][^@]*?)(=(?P<count>[^=~@]*))?(~(?P<rate>[^=~@]*))?(@(?P<slo>[^@]*))?")
 _FORM_SHOWN = (
-    "NAME[=NUM_PROMPTS][~FIRST_RATE][@TARGETS], such as conv, conv=600 or 'code=400~10@ttft:500 tpot:8'"
+    "NAME[=NUM_PROMPTS][~FIRST_RATE][@TARGETS], such as synthetic:conv or 'synthetic:code~10@ttft:500 tpot:8'"
 )
 
 S = TypeVar("S")  # what serves a cell: a policy of this engine, or a system of a comparison
@@ -31,14 +39,15 @@ S = TypeVar("S")  # what serves a cell: a policy of this engine, or a system of 
 
 
 class Task(NamedTuple):
-    """What systems are compared on: the first requests of a workload, and targets as ``str(Slo)`` writes them."""
+    """A workload, its number of requests (None: as many as a rate needs), and targets as ``str(Slo)`` writes them."""
 
     workload: str
-    num_prompts: int
+    num_prompts: int | None
     slo: str
 
     def __str__(self) -> str:
-        return f"{self.workload}, {self.num_prompts:,} requests, {self.slo}"
+        count = () if self.num_prompts is None else (f"{self.num_prompts:,} requests",)
+        return ", ".join((self.workload, *count, self.slo))
 
 
 class CellKey(NamedTuple):
@@ -56,20 +65,23 @@ def _require_figures(run: dict[str, Any]) -> dict[str, Any]:
 
 
 class SweepCell(BaseModel, frozen=True):
-    """The progress of one search.
+    """The progress of one search; goodputs are those of :func:`~bullet_graph.perf.goodput_search.goodput_fields`.
 
     Attributes:
-        goodput: the highest rate that served enough, in requests per second; None: none did, or it is not finished.
+        sustained: whether every run was long enough.
         runs: the fields of each run, in the order of running: those of
             :class:`~bullet_graph.perf.metrics.ReplayResult`, and what the system adds.
     """
 
     system: str
     workload: str
-    num_prompts: int
+    num_prompts: int | None
     slo: str
-    goodput: float | None = None
-    finished: bool = False
+    goodput_90: float | None = None
+    goodput_90_below: float | None = None
+    goodput_99: float | None = None
+    goodput_99_below: float | None = None
+    sustained: bool = False
     runs: tuple[Annotated[dict[str, Any], AfterValidator(_require_figures)], ...] = ()
 
     @property
@@ -77,21 +89,21 @@ class SweepCell(BaseModel, frozen=True):
         return CellKey(self.system, Task(self.workload, self.num_prompts, self.slo))
 
     @property
-    def best(self) -> dict[str, Any] | None:
-        """The last run at the goodput; None where there is none."""
-        return next((run for run in reversed(self.runs) if run["request_rate"] == self.goodput), None)
+    def rate_runs(self) -> list[RateRun]:
+        """The runs, as searches take them."""
+        return [RateRun.of(run) for run in self.runs]
 
 
 class Sweep(BaseModel):
     """A sweep and its file, which appears with the first run and has each run as soon as it has ended.
 
     Attributes:
-        settings: everything that decides the runs; ``attainment`` is the share of requests that must meet all targets.
+        settings: everything that decides the runs; among them the ``tolerance`` of goodputs.
         provenance: of the machine and the code that began the sweep; ``continued`` has those of later starts on others.
         cells: in the order of their first runs.
     """
 
-    format: Literal[1] = 1
+    format: Literal[2] = 2
     kind: Literal["goodput sweep"] = "goodput sweep"
     finished: bool = False
     argv: list[str] = []
@@ -141,7 +153,7 @@ class Sweep(BaseModel):
             return cls.model_validate_json(path.read_bytes())
         except (OSError, ValueError) as error:
             problem = first_problem(error) if isinstance(error, ValidationError) else str(error)
-            raise ConfigError(f"{path} is no sweep's file of format 1, or it is damaged: {problem}") from None
+            raise ConfigError(f"{path} is no sweep's file of format 2, or it is damaged: {problem}") from None
 
     def fields(self) -> dict[str, Any]:
         """The sweep as in its file's JSON."""
@@ -159,20 +171,15 @@ class Sweep(BaseModel):
 
     def add_run(self, key: CellKey, fields: Mapping[str, Any]) -> None:
         """Append a run, in values that JSON has; ``request_rate`` and ``slo_attainment`` are numbers."""
-        self._put(key, runs=(*self.cell(key).runs, _as_json(fields)))
-
-    def finish_cell(self, key: CellKey, goodput: float | None) -> None:
-        """Store the goodput of a search that is over."""
-        self._put(key, goodput=goodput, finished=True)
+        runs = (*self.cell(key).runs, _as_json(fields))
+        cells = {cell.key: cell for cell in self.cells}
+        new = self.cell(key).model_copy(update={"runs": runs, **goodput_fields(runs)})
+        self.cells = list((cells | {key: new}).values())
+        self._write()
 
     def finish(self) -> None:
         """Mark the sweep as finished: it will not be resumed."""
         self.finished = True
-        self._write()
-
-    def _put(self, key: CellKey, **changes: Any) -> None:
-        cells = {cell.key: cell for cell in self.cells}
-        self.cells = list((cells | {key: self.cell(key).model_copy(update=changes)}).values())
         self._write()
 
     def _write(self) -> None:
@@ -180,24 +187,13 @@ class Sweep(BaseModel):
 
 
 def _require_same(path: Path, found: Sweep, settings: Mapping[str, Any]) -> None:
-    differences = list(_differences(found.settings, settings))
-    if differences:
-        shown = ", ".join(differences[:_MOST_DIFFERENCES_SHOWN])
-        more = len(differences) - _MOST_DIFFERENCES_SHOWN
-        raise ConfigError(
-            f"{path} holds a sweep with other settings: {shown}{f', and {more} more' if more > 0 else ''}"
-        )
+    there = found.settings
+    differing = [name for name in {**there, **settings} if there.get(name) != settings.get(name)]
+    if differing:
+        shown = (f"{name} is {there.get(name)!r} there and {settings.get(name)!r} here" for name in differing)
+        raise ConfigError(f"{path} holds a sweep with other settings: {', '.join(shown)}")
     if found.finished:
         raise ConfigError(f"{path} holds this sweep, and it is finished")
-
-
-def _differences(found: Mapping[str, Any], asked: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
-    for name in {**found, **asked}:
-        there, here = found.get(name), asked.get(name)
-        if isinstance(there, dict) and isinstance(here, dict):
-            yield from _differences(there, here, f"{prefix}{name}.")
-        elif there != here:
-            yield f"{prefix}{name} is {there!r} there and {here!r} here"
 
 
 def _as_json(fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -233,7 +229,7 @@ class WorkloadSpec:
         if rate is not None and not (re.fullmatch(r"\d+(\.\d+)?", rate) and float(rate) > 0):
             raise ConfigError(f"--workload {text!r}: {rate!r} is no rate above 0: write {_FORM_SHOWN}")
         return cls(
-            _SHORT_NAMES.get(name, name),
+            name,
             None if count is None else int(count),
             None if rate is None else float(rate),
             None if slo is None else parse_targets(slo),
@@ -250,20 +246,45 @@ def parse_targets(text: str) -> Slo:
     return slo
 
 
+def at_rate(workload: Workload, arrivals: Arrivals, rate: float, *, smoke: bool) -> tuple[Workload, Arrivals]:
+    """The requests of a run at a rate, in requests per second, and how they arrive; ``FASTEST_RATE``: all at once.
+
+    Where there are too few requests for a sustained run, all are taken and counted with ``smoke``; else WorkloadError.
+    """
+    if rate >= FASTEST_RATE:
+        return workload, dataclasses.replace(arrivals, request_rate=math.inf)
+    needed = requests_for(rate)
+    workload = workload.first(needed)
+    found = len(workload.requests)
+    if found < needed and not smoke:
+        raise WorkloadError(
+            f"{workload.name} has {found:,} requests, but a run at {rate:.4g}/s needs {needed:,}: {LEAST_SECONDS} s of "
+            f"arrivals, and at least {LEAST_REQUESTS}. Take a longer trace or a synthetic workload without a number of "
+            "requests, begin at a lower rate, or add --smoke for a short trial"
+        )
+    uncounted_s = WARMUP_S if found >= needed else 0.0
+    return workload, dataclasses.replace(arrivals, request_rate=rate, uncounted_s=uncounted_s)
+
+
+def fastest_rate(workload: Workload, *, smoke: bool) -> float:
+    """The highest rate, in requests per second, for which a workload has enough requests; or any rate."""
+    return FASTEST_RATE if smoke or workload.longer else len(workload.requests) / LEAST_SECONDS
+
+
 @dataclass(frozen=True, slots=True)
 class Cell(Generic[S]):
-    """One search: a workload with its targets, served by one system, from ``first_rate`` (requests per second) on."""
+    """One search: a workload with its targets, served by one system."""
 
     key: CellKey
     workload: Workload
     slo: Slo
     system: S
-    first_rate: float
-    rates: GoodputSearch = field(compare=False)
+    search: GoodputSearch
 
     def __str__(self) -> str:
         """As ``--workload`` takes it."""
-        return f"{self.workload.name}={len(self.workload.requests)}~{self.first_rate:g}@{self.slo}"
+        count = "" if self.key.task.num_prompts is None else f"={self.key.task.num_prompts}"
+        return f"{self.workload.name}{count}~{self.search.first_rate:g}@{self.slo}"
 
 
 def make_cells(
@@ -271,15 +292,16 @@ def make_cells(
     slos: Sequence[Slo],
     systems: Mapping[str, S],
     *,
-    first_rate: float,
+    search: GoodputSearch,
     load: Callable[[WorkloadSpec], Workload],
-    new_rates: Callable[[float], GoodputSearch],
+    smoke: bool,
 ) -> list[Cell[S]]:
     """Make the cells of a sweep: each workload with each of its targets on each system, systems changing fastest.
 
-    ``slos`` and ``first_rate`` are for workloads without their own.
+    ``slos``, and the first rate of ``search``, are for workloads without their own.
 
-    Raises ConfigError where a workload has no targets, or two different cells have the same name.
+    Raises ConfigError where a workload has no targets, or two different cells have the same name; WorkloadError where
+    a workload has too few requests for its first rate, without ``smoke``.
     """
     cells: dict[CellKey, Cell[S]] = {}
     for spec in specs:
@@ -288,16 +310,18 @@ def make_cells(
                 f"the workload {spec.name} has no targets to meet: write them behind it, as --workload "
                 f"'{spec.name}@ttft:500 tpot:15', or for all workloads (bench sweep) as --slo 'ttft:500 tpot:15'"
             )
-        workload = load(spec)
+        workload, rate = load(spec), spec.first_rate or search.first_rate
+        count = len(workload.requests) if workload.longer is None else None
+        at_rate(workload, Arrivals(request_rate=rate), rate, smoke=smoke)
+        fitting = dataclasses.replace(search, first_rate=rate, fastest=fastest_rate(workload, smoke=smoke))
         for slo in slos if spec.slo is None else (spec.slo,):
-            task = Task(workload.name, len(workload.requests), str(slo))
+            task = Task(workload.name, count, str(slo))
             for name, system in systems.items():
-                rate = spec.first_rate or first_rate
-                cell = Cell(CellKey(name, task), workload, slo, system, rate, new_rates(rate))
+                cell = Cell(CellKey(name, task), workload, slo, system, fitting)
                 if cells.setdefault(cell.key, cell) != cell:
                     raise ConfigError(
-                        f"--workload {spec.name}: two different ones are both called {workload.name} with "
-                        f"{task.num_prompts} requests and {slo}: rename a file, or give one of them only"
+                        f"--workload {spec.name}: two different ones are both called {task}: rename a file, or give "
+                        "one of them only"
                     )
     return list(cells.values())
 
@@ -321,9 +345,6 @@ class SweepRunner(Generic[S]):
         self.sweep = sweep
         self._is_given_up = is_given_up
         self._quiet = quiet
-        for cell in cells:
-            for run in sweep.cell(cell.key).runs:
-                cell.rates.record(run["request_rate"], run["slo_attainment"])
 
     def has_work(self, cells: Sequence[Cell[S]]) -> bool:
         """Whether a run of these cells is left."""
@@ -340,6 +361,7 @@ class SweepRunner(Generic[S]):
 
         It is given a cell, a rate, and a label for a progress bar, None where there should be none.
         """
+        self._print_estimate(cells)
         warm: set[CellKey] = set()
         while left := [(cell, rate) for cell in cells if (rate := self._next_rate(cell)) is not None]:
             cell, rate = min(left, key=lambda each: len(self.sweep.cell(each[0].key).runs))
@@ -352,32 +374,32 @@ class SweepRunner(Generic[S]):
             )
             fields = measure(cell, rate, None if self._quiet else label)
             self.sweep.add_run(cell.key, fields)
-            cell.rates.record(rate, fields["slo_attainment"])
-            self._finish_cells()
             if not self._quiet:
                 self._print_run(cell, fields)
 
     def finish(self) -> None:
         """Mark the sweep as finished."""
-        self._finish_cells()
         self.sweep.finish()
 
     def _next_rate(self, cell: Cell[S]) -> float | None:
-        return None if self._is_given_up(cell) else cell.rates.next_rate()
+        return None if self._is_given_up(cell) else cell.search.next_rate(self.sweep.cell(cell.key).rate_runs)
 
-    def _finish_cells(self) -> None:
-        """Store the goodput of searches that are over; a run may end those of other cells, too."""
-        for cell in self.cells:
-            if self._next_rate(cell) is None and not self.sweep.cell(cell.key).finished:
-                self.sweep.finish_cell(cell.key, cell.rates.goodput)
+    def _print_estimate(self, cells: Sequence[Cell[S]]) -> None:
+        """Show, on stderr, how long the arrivals of all runs that are left may last, if that is a minute or more."""
+        num_runs, seconds = 0, 0.0
+        for cell in cells:
+            rate = self._next_rate(cell)
+            if rate is not None and rate < FASTEST_RATE:
+                left = cell.search.max_runs - len(self.sweep.cell(cell.key).runs)
+                num_runs, seconds = num_runs + left, seconds + left * requests_for(rate) / rate
+        if seconds >= 60 and not self._quiet:
+            click.echo(f"at most {num_runs} runs, with {seconds / 60:,.0f} minutes of arrivals", err=True)
 
     def _print_run(self, cell: Cell[S], fields: Mapping[str, Any]) -> None:
-        found, done = self.sweep.cell(cell.key), ""
-        if found.finished:
-            done = f"; goodput {'none' if found.goodput is None else f'{found.goodput:.4g}/s'}"
         when = "all at once" if fields.get("all_at_once") else f"at {fields['request_rate']:.4g}/s"
+        unstable = ", unstable" if fields["stable"] is False else ""
         click.echo(
             f"{cell.workload.name}, {cell.slo}, {cell.key.system}, {when}: "
-            f"{100 * fields['slo_attainment']:.1f} % met, {fields['output_throughput']:,.0f} output tokens/s{done}",
+            f"{100 * fields['slo_attainment']:.1f} % met, {fields['output_throughput']:,.0f} output tokens/s{unstable}",
             err=True,
         )
