@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 from checkpoints import write_checkpoint
+from cli_runner import printed, run
 from engines import (
     PROMPTS,
     Launches,
@@ -192,3 +193,43 @@ def test_the_simulator_finds_what_the_engine_finds() -> None:
         == (simulated.prefix_cache_queries, simulated.prefix_cache_hits)
         == (570, 64 + 48 + 64 + 16 + 32)
     )
+
+
+# ---- on the command line ----
+
+
+def test_bench_simulate_and_explain_tell_hits(tmp_path: Path) -> None:
+    decisions = tmp_path / "decisions.jsonl"
+    simulated = ("simulate", "--gpu", "roofline:h200", "--trace", "synthetic:chat", "--num-prompts", "40")
+    chats = ("--request-rate", "20", "--trace-decisions", str(decisions))
+    fields = printed(run(*simulated, *chats, "--json"))
+    assert 0 < fields["prefix_cache_hits"] < fields["prefix_cache_queries"]
+    share = f"{fields['prefix_cache_hits'] / fields['prefix_cache_queries']:.1%}".replace("%", "")
+    assert f"prompt tokens in the prefix cache, % │ {share}" in " ".join(
+        run(*simulated, *chats[:2]).output.split()
+    )
+    explained = " ".join(run("explain", str(decisions)).output.split())
+    assert f"prompt tokens in the prefix cache │ {share} %" in explained
+    none = printed(run(*simulated, *chats[:2], "--no-prefix-caching", "--json"))
+    assert (none["prefix_cache_hits"], none["prefix_caching"]) == (0, False)
+    assert none["mean_ttft_ms"] > fields["mean_ttft_ms"]
+
+
+def test_a_model_that_only_slides_is_told_to_have_no_cache(tmp_path: Path) -> None:
+    slides = {"sliding_window": 20, "layer_types": ["sliding_attention"] * 2}
+    write_checkpoint(tmp_path, "qwen2", **slides, use_sliding_window=True, max_window_layers=0)
+    told = "prefix caching: off, as every layer of the model has a sliding window"
+    generate = (
+        "generate",
+        "--model",
+        str(tmp_path),
+        "--device",
+        "cpu",
+        "--max-model-len",
+        "64",
+        "--prompt",
+        "A",
+    )
+    for more, count in (((), 1), (("--no-prefix-caching",), 0)):
+        result = run(*generate, *more)
+        assert (result.exit_code, result.stderr.count(told)) == (0, count), result.output
