@@ -105,9 +105,8 @@ class Searched:
     @property
     def text(self) -> str:
         """The goodput, with ``≥`` where the search ended before it was exact."""
-        return (
-            "none" if self.goodput.rate is None else goodput_text(self.goodput, self.tolerance, ".3g") + "/s"
-        )
+        text = goodput_text(self.goodput, self.tolerance, ".3g")
+        return "none" if self.goodput.rate is None else f"{text}/s"
 
     @property
     def best_run(self) -> Run | None:

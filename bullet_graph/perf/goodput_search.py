@@ -66,7 +66,7 @@ def goodput_fields(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     Runs of all requests at once, whose ``stable`` is None, tell nothing.
     """
     at_rates = [run for run in runs if run["stable"] is not None]
-    fields: dict[str, Any] = {"sustained": all(run["sustained"] for run in at_rates)}
+    fields: dict[str, Any] = {"sustained": bool(at_rates) and all(run["sustained"] for run in at_rates)}
     for share in SHARES:
         name = f"goodput_{100 * share:.0f}"
         fields[name], fields[f"{name}_below"] = Goodput.of([RateRun.of(run) for run in at_rates], share)
