@@ -155,7 +155,7 @@ def test_a_chat_is_put_into_the_template(chat: Create, alone: Engine) -> None:
     refusals = [[*MESSAGES, {"role": "assistant", "content": text}, MESSAGES[1]] for text in texts]
     one, other = (chat(messages=said, max_tokens=12, temperature=0).model_dump() for said in refusals)
     assert one["choices"] == other["choices"]
-    assert one["usage"] == other["usage"]
+    assert one["usage"]["prompt_tokens"] == other["usage"]["prompt_tokens"]
     # Without max_tokens, a chat goes on to the model's limit.
     assert chat(temperature=0).usage.total_tokens == 256
 
