@@ -220,6 +220,14 @@ class EngineConfig:
         no_value="none",
         parse=lambda text: Slo.parse(text.replace(",", " ").split()),
     )
+    reject_late: float | None = setting(
+        None,
+        "Refuse a request (429 on the server) whose predicted TTFT is more than this many times its target.",
+        metavar="FACTOR",
+        no_value="refuse none",
+        wanted="a number above 0",
+        holds=lambda factor: factor > 0,
+    )
     perf_table: str | None = setting(
         None,
         "Performance table of `bullet-graph profile`; roofline: an unmeasured estimate.",

@@ -70,6 +70,14 @@ class PromptError(RequestError):
     """A prompt is empty, too long, or holds a token id outside the vocabulary."""
 
 
+class LateError(BulletGraphError, RuntimeError):
+    """A request is refused, as its first token would come too late; ``wait_s`` is the predicted TTFT."""
+
+    def __init__(self, message: str, wait_s: float) -> None:
+        super().__init__(message)
+        self.wait_s = wait_s
+
+
 class WorkloadError(BulletGraphError, ValueError):
     """A trace or data set cannot be read; the message gives the file and the line or record number."""
 

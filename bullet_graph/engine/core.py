@@ -1,5 +1,6 @@
 """The loop: plans, launches and retires steps on both lanes. It knows no tokenizer, weights or device."""
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -13,14 +14,16 @@ from bullet_graph.engine.request import Request, row_logprobs
 from bullet_graph.engine.scheduler import Scheduler, prompt_load
 from bullet_graph.engine.sequence import ScheduledStep, Sequence, Status
 from bullet_graph.engine.trace import DecisionTrace
+from bullet_graph.errors import LateError
 from bullet_graph.partition.masks import LANES, WHOLE_GPU, Lane, lane_sms
 from bullet_graph.perf.performance import attention_pairs
 from bullet_graph.planner.options import ForwardKind
-from bullet_graph.planner.plan import ChunkLoad, DecodeLoad, Load, Plan, PolicyName
+from bullet_graph.planner.plan import ChunkLoad, DecodeLoad, Load, Plan, PolicyName, PromptLoad
 from bullet_graph.planner.planner import Planner
-from bullet_graph.planner.slack import PREPARE_MS, PREPARE_SHARE, decode_load, spare_ms
+from bullet_graph.planner.slack import PREPARE_MS, PREPARE_SHARE, decode_load, spare_ms, wait_ms
 from bullet_graph.runtime.executor import Executor, max_batch_sizes
 from bullet_graph.runtime.step import Placement, StepResult
+from bullet_graph.slo import NO_TARGETS, Slo
 
 
 class EngineCore:
@@ -127,7 +130,33 @@ class EngineCore:
         for ticket in self.in_flight.clear():
             self.executor.wait(ticket)
 
-    def stats(self) -> EngineStats:
+    def predicted_ttft_ms(self, prompt_tokens: int, slo: Slo) -> float:
+        """TTFT of a request that came now, if no other followed; 0 without a performance model."""
+        now_s, ms_per_token = self.executor.now(), self.planner.prefill_ms_per_token
+        newcomer = PromptLoad(prompt_tokens, 0, now_s + slo.ttft_limit_ms(prompt_tokens) / 1e3, now_s)
+        under_way_ms = (self.in_flight.due_s("decode", now_s) - now_s) * 1e3
+        if self._chunk is not None:
+            chunk = self._chunk[1]
+            under_way_ms += chunk.tokens * chunk.layers_left / self._num_layers * ms_per_token
+        return under_way_ms + wait_ms(self.scheduler.prompt_loads(), newcomer, now_s, ms_per_token)
+
+    def require_in_time(self, request: Request, factor: float | None) -> None:
+        """Raise LateError if the predicted TTFT of a new request is more than ``factor`` times its target."""
+        sequence = request.samples[0].sequence
+        prompt_tokens = len(sequence.prompt_token_ids)
+        limit_ms = sequence.slo.ttft_limit_ms(prompt_tokens)
+        if factor is None or limit_ms == math.inf:
+            return
+        predicted_ms = self.predicted_ttft_ms(prompt_tokens, sequence.slo)
+        if predicted_ms > factor * limit_ms:
+            raise LateError(
+                f"the first token would come after about {predicted_ms / 1e3:.1f} s, more than {factor:g} × the target "
+                f"of {limit_ms:g} ms (reject_late): try again later, or ask another server",
+                predicted_ms / 1e3,
+            )
+
+    def stats(self, slo: Slo = NO_TARGETS) -> EngineStats:
+        """Counters and state; the predicted TTFT is of a request with these targets."""
         scheduler, num_sms, heads = self.scheduler, self._num_sms, self.in_flight.oldest
         return EngineStats(
             num_steps=self._num_steps,
@@ -153,6 +182,7 @@ class EngineCore:
                 for lane, head in heads.items()
             },
             corrections=dict(self.planner.corrections),
+            predicted_ttft_ms=self.predicted_ttft_ms(1, slo),
         )
 
     def close(self) -> None:

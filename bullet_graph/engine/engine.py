@@ -201,7 +201,8 @@ class Engine:
 
         It arrived at ``arrival_s`` of :meth:`now` (None: now). ``default_sampling_params``, which the model's
         generation_config.json gives, stand in for None. The engine's targets replace those that ``slo`` lacks.
-        Raises RequestError for an invalid request, and EngineDeadError if the engine was shut down or has failed.
+        Raises RequestError for an invalid request, LateError for one that ``reject_late`` refuses,
+        and EngineDeadError if the engine was shut down or has failed.
         """
         executor = self._alive()
         if not isinstance(request_id, str):
@@ -217,6 +218,7 @@ class Engine:
             arrival_s=arrival,
             slo=self.config.slo if slo is None else slo.or_else(self.config.slo),
         )
+        self._core.require_in_time(request, self.config.reject_late)
         self._start.first_request(arrival)
         self._core.add(request)
 
@@ -377,7 +379,7 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """Counters and state now."""
-        return self._core.stats()
+        return self._core.stats(self.config.slo)
 
     def num_running(self) -> int:
         """Sequences that hold KV blocks. Safe in any thread."""

@@ -104,6 +104,7 @@ class EngineStats:
         lane_sm_seconds: device time × SMs of launches; empty without a GPU.
         lane_sms: SMs of each lane's current launch, 0 if it is idle; empty without a GPU.
         corrections: measured ÷ predicted time by policy and kind of forward, as learned by the planner.
+        predicted_ttft_ms: of a request of one token that came now; 0 without a performance table.
     """
 
     num_steps: int
@@ -124,6 +125,7 @@ class EngineStats:
     lane_sm_seconds: Mapping[Lane, float]
     lane_sms: Mapping[Lane, int]
     corrections: Mapping[tuple[PolicyName, ForwardKind], float]
+    predicted_ttft_ms: float
 
     @property
     def policy_shares(self) -> dict[str, float]:

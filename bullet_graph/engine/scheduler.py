@@ -47,6 +47,11 @@ class PromptQueue:
         """Whether prompts are ordered by the most tokens they may generate, the longest first."""
         return self._prompt_order == "longest-output" and not self._num_with_deadline
 
+    @property
+    def loads(self) -> Iterable[PromptLoad]:
+        """What the planner knows of each, in no order."""
+        return self._waiting.values()
+
     def add(self, sequence: Sequence) -> None:
         self._waiting[sequence] = prompt_load(sequence)
         self._count(sequence, 1)
@@ -226,6 +231,11 @@ class Scheduler:
             for s in self._running
             if s.decoding and s.num_tokens < s.max_tokens and not (s is held and s.num_pending_steps)
         ]
+
+    def prompt_loads(self) -> list[PromptLoad]:
+        """Every prompt with tokens that are in no launched step."""
+        started = [prompt_load(s) for s in self._running if not s.prompt_launched]
+        return [*started, *self.queue.loads]
 
     def prompts(self, now_s: float, ms_per_token: float) -> list[Sequence]:
         """Prompts that a chunk could take now, in serving order (:meth:`PromptQueue.ordered`).

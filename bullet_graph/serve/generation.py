@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from bullet_graph.engine.async_engine import AsyncEngine
 from bullet_graph.engine.output import OutputKind, RequestOutput
-from bullet_graph.errors import ModelError, PromptError, RequestError
+from bullet_graph.errors import LateError, ModelError, PromptError, RequestError
 from bullet_graph.sampling_params import SamplingParams
 from bullet_graph.serve.access_log import Tally
 from bullet_graph.serve.answers import Answer
@@ -211,7 +211,7 @@ class Generation:
                     if output.error is not None:
                         raise output.error
                     yield output
-        except RequestError:
+        except (RequestError, LateError):
             meter.end(None)
             raise
         except Exception:

@@ -139,6 +139,7 @@ class ServerMetrics(Collector):
             "num_sms": engine.engine.num_sms,
             "running": stats.num_running,
             "waiting": self._gate.num_waiting,
+            "predicted_ttft_ms": stats.predicted_ttft_ms,
             "kv_cache_usage": stats.kv_blocks_used / stats.kv_blocks_total,
             "lane_seconds": dict(stats.lane_seconds),
             "lane_sm_seconds": dict(stats.lane_sm_seconds),
@@ -165,6 +166,8 @@ class ServerMetrics(Collector):
         yield one("num_requests_running", "Sequences that hold KV blocks.", stats.num_running)
         yield one("num_requests_waiting", "Sequences that wait for KV blocks.", waiting)
         yield one("kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.", usage)
+        predicted = "Predicted for a request of one token that comes now, in seconds."
+        yield one("predicted_time_to_first_token_seconds", predicted, stats.predicted_ttft_ms / 1e3)
         yield total("num_preemptions", "Sequences that lost their KV blocks.", stats.num_preemptions)
         for name, documentation, field in (
             ("prompt_tokens", "Tokens of prompts.", "num_prompt_tokens"),

@@ -12,7 +12,7 @@ from bullet_graph.errors import BulletGraphError
 PUBLIC_NAMES = [
     "AsyncEngine", "BulletGraphError", "CacheError", "CaptureCacheWarning", "CheckpointError",
     "CompletionOutput", "ConfigError", "DeviceError", "Engine", "EngineConfig", "EngineDeadError",
-    "EngineStats", "InsufficientMemoryError", "ModelError", "OutputKind", "PartitionError",
+    "EngineStats", "InsufficientMemoryError", "LateError", "ModelError", "OutputKind", "PartitionError",
     "PerfTableError", "PerfTableWarning", "Policy", "PromptError", "RequestError", "RequestMetrics",
     "RequestOutput", "SamplingParams", "SamplingParamsError", "Slo", "StructuredOutputs", "TokenLogprobs", "TraceError",
     "UnsupportedModelError", "WorkloadError", "__version__",

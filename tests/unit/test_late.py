@@ -1,0 +1,82 @@
+"""Predicted TTFT against what the simulated loop then takes, and requests that are refused by it."""
+
+import numpy as np
+import pytest
+from fakes.perf_tables import LLAMA_8B
+
+from bullet_graph.config import Policy
+from bullet_graph.engine.output import OutputKind, RequestOutput
+from bullet_graph.engine.request import Request, Sample
+from bullet_graph.engine.sequence import Sequence
+from bullet_graph.engine.simulation import SimulatedEngine, SimulationSettings
+from bullet_graph.errors import LateError
+from bullet_graph.hardware import H200
+from bullet_graph.perf.roofline import Roofline
+from bullet_graph.sampling_params import SamplingParams
+from bullet_graph.serve.errors import ApiError
+from bullet_graph.slo import NO_TARGETS, Slo
+
+SLO = Slo(ttft_ms=500, tpot_ms=15)
+
+
+def engine() -> SimulatedEngine:
+    settings = SimulationSettings(policy=Policy("auto"), kv_cache_tokens=200_000, max_model_len=16_384)
+    return SimulatedEngine(Roofline(H200, LLAMA_8B), settings)
+
+
+def add(engine: SimulatedEngine, name: str, prompt_tokens: int, slo: Slo = SLO) -> None:
+    params = SamplingParams(max_tokens=4)
+    sequence = Sequence(
+        name,
+        0,
+        np.random.default_rng(int(name)).integers(0, 1000, prompt_tokens, np.int32),
+        params,
+        0,
+        frozenset(),
+        slo,
+        engine.now(),
+    )
+    engine.add(Request([Sample(sequence, None)], OutputKind.FINAL_ONLY))
+
+
+def request(prompt_tokens: int, slo: Slo) -> Request:
+    sequence = Sequence(
+        "new", 0, np.zeros(prompt_tokens, np.int32), SamplingParams(), 0, frozenset(), slo, 0.0
+    )
+    return Request([Sample(sequence, None)], OutputKind.FINAL_ONLY)
+
+
+def finish(engine: SimulatedEngine, name: str) -> RequestOutput:
+    while True:
+        for output in engine.step():
+            if output.request_id == name:
+                return output
+
+
+@pytest.mark.parametrize("num_queued", [0, 3, 8])
+@pytest.mark.parametrize("slo", [SLO, NO_TARGETS])
+def test_the_prediction_is_what_the_loop_takes(num_queued: int, slo: Slo) -> None:
+    loop = engine()
+    for i in range(num_queued):
+        add(loop, str(i), 1000, slo)
+    predicted_ms = loop.predicted_ttft_ms(2000, slo)
+    add(loop, "99", 2000, slo)
+    ttft_ms = finish(loop, "99").metrics.ttft_ms
+    assert ttft_ms == pytest.approx(predicted_ms, rel=0.3)
+
+
+def test_a_request_that_would_come_too_late_is_refused_and_told_when_to_return() -> None:
+    loop = engine()
+    for i in range(8):
+        add(loop, str(i), 16_000)
+    predicted_ms = loop.predicted_ttft_ms(16_000, SLO)
+    assert loop.stats(SLO).predicted_ttft_ms < predicted_ms
+    factor = predicted_ms / 500
+    loop.require_in_time(request(16_000, SLO), factor * 1.01)
+    loop.require_in_time(request(16_000, SLO), None)
+    loop.require_in_time(request(16_000, NO_TARGETS), 0.01)
+    with pytest.raises(LateError, match=f"after about {predicted_ms / 1e3:.1f} s, more than") as error:
+        loop.require_in_time(request(16_000, SLO), factor * 0.99)
+    told = ApiError.of(error.value)
+    assert (told.status, told.body["error"]["code"]) == (429, "too_late")
+    assert int(told.headers["Retry-After"]) - predicted_ms / 1e3 == pytest.approx(0.5, abs=0.5)
