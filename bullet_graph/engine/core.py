@@ -10,8 +10,9 @@ import numpy as np
 from bullet_graph.config import PromptOrder
 from bullet_graph.engine.in_flight import InFlight, Launch, other_lane
 from bullet_graph.engine.output import EngineStats, RequestOutput
+from bullet_graph.engine.prompt_queue import QUEUE_IN_SIGHT, prompt_load
 from bullet_graph.engine.request import Request, row_logprobs
-from bullet_graph.engine.scheduler import Scheduler, prompt_load
+from bullet_graph.engine.scheduler import Scheduler
 from bullet_graph.engine.sequence import ScheduledStep, Sequence, Status
 from bullet_graph.engine.trace import DecisionTrace
 from bullet_graph.errors import LateError
@@ -24,6 +25,9 @@ from bullet_graph.planner.slack import PREPARE_MS, PREPARE_SHARE, decode_load, s
 from bullet_graph.runtime.executor import Executor, max_batch_sizes
 from bullet_graph.runtime.step import Placement, StepResult
 from bullet_graph.slo import NO_TARGETS, Slo
+
+PREDICT_EVERY_S = 0.1
+"""While many prompts wait, the TTFT that is told to others is predicted once in this time."""
 
 
 class EngineCore:
@@ -71,6 +75,7 @@ class EngineCore:
         self._num_missing_graphs = executor.num_missing_graphs
         self._no_capture_before_s = 0.0
         self._num_steps = 0
+        self._prediction = 0.0, 0.0
         self._num_prompt_tokens = self._num_output_tokens = 0
         self._policy_seconds: dict[PolicyName, float] = defaultdict(float)
         self._lane_seconds: dict[Lane, float] = dict.fromkeys(LANES, 0.0)
@@ -140,6 +145,13 @@ class EngineCore:
             under_way_ms += chunk.tokens * chunk.layers_left / self._num_layers * ms_per_token
         return under_way_ms + wait_ms(self.scheduler.prompt_loads(), newcomer, now_s, ms_per_token)
 
+    def _recent_prediction_ms(self, slo: Slo) -> float:
+        """The predicted TTFT of one token. To rank a long queue takes half a millisecond: too much at every step."""
+        now_s, (made_s, predicted_ms) = self.executor.now(), self._prediction
+        if len(self.scheduler.queue) <= QUEUE_IN_SIGHT or now_s - made_s > PREDICT_EVERY_S:
+            made_s, predicted_ms = self._prediction = now_s, self.predicted_ttft_ms(1, slo)
+        return predicted_ms
+
     def require_in_time(self, request: Request, factor: float | None) -> None:
         """Raise LateError if the predicted TTFT of a new request is more than ``factor`` times its target."""
         sequence = request.samples[0].sequence
@@ -182,7 +194,7 @@ class EngineCore:
                 for lane, head in heads.items()
             },
             corrections=dict(self.planner.corrections),
-            predicted_ttft_ms=self.predicted_ttft_ms(1, slo),
+            predicted_ttft_ms=self._recent_prediction_ms(slo),
         )
 
     def close(self) -> None:

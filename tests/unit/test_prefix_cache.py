@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from scheduler_loop import BLOCK_TOKENS, LANES_AT_ONCE, Loop
 
 from bullet_graph.engine.block_pool import BlockPool, chained_keys, root_key
-from bullet_graph.engine.scheduler import AWAITED_BLOCKS, prompt_load
+from bullet_graph.engine.prompt_queue import prompt_load
+from bullet_graph.engine.scheduler import AWAITED_BLOCKS
 from bullet_graph.engine.sequence import Sequence, Status
 
 TEXT = list(range(500, 540))
