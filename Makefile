@@ -105,9 +105,10 @@ $(BIN)/python:
 	$(PY) -m venv $(VENV)
 
 # Stamps: installed anew only after pyproject.toml or the C extension has changed. pip compiles on one core, and all that
-# comes: what is seldom imported is left out here, and so are errors, which are in files for other releases of Python.
+# comes: here it is on all cores, what every process imports. Errors are in files for other releases of Python.
 INSTALL = $(PIP) install --no-compile $(if $(TORCH),'$(TORCH)')
-COMPILE = $(BIN)/python -m compileall -q -j 0 -x 'test|models|pandas|scipy|sklearn|lm_eval' $(VENV)/lib > /dev/null || true
+COMPILED = $(addprefix $(VENV)/lib/python3*/site-packages/,torch sympy numpy pydantic)
+COMPILE = $(BIN)/python -m compileall -q -j 0 $(COMPILED) > /dev/null || true
 
 $(VENV)/.installed: pyproject.toml $(EXTENSION_SOURCES) | $(BIN)/python
 	$(INSTALL) -e '$(RUNTIME)'

@@ -32,10 +32,11 @@ class Model:
     folder: Path
     network: PreTrainedModel
 
-    def logits(self, ids: Sequence[int]) -> Tensor:
-        """[len(ids), vocab_size] in float32."""
+    def logits(self, ids: Sequence[int], rows: Sequence[int] | None = None) -> Tensor:
+        """[len(ids), vocab_size] in float32, or only some rows of it."""
+        kept = {} if rows is None else {"logits_to_keep": torch.tensor(rows)}
         with torch.inference_mode():
-            return self.network(torch.tensor([list(ids)])).logits[0].float()
+            return self.network(torch.tensor([list(ids)]), **kept).logits[0].float()
 
     def greedy(
         self, prompt: Sequence[int], count: int, masked_until: Mapping[int, int] | None = None

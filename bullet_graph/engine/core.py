@@ -147,6 +147,8 @@ class EngineCore:
 
     def _recent_prediction_ms(self, slo: Slo) -> float:
         """The predicted TTFT of one token. To rank a long queue takes half a millisecond: too much at every step."""
+        if not self.requests:  # perhaps the executor is gone
+            return 0.0
         now_s, (made_s, predicted_ms) = self.executor.now(), self._prediction
         if len(self.scheduler.queue) <= QUEUE_IN_SIGHT or now_s - made_s > PREDICT_EVERY_S:
             made_s, predicted_ms = self._prediction = now_s, self.predicted_ttft_ms(1, slo)

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import random
+import socket
 import threading
 import time
 from collections.abc import AsyncIterator, Callable
@@ -185,11 +186,11 @@ async def test_sequences_whose_outputs_nobody_reads_do_not_fill_the_queue() -> N
     """Two requests of 64 outputs each have come to their end, and lie unread."""
     with serving(max_model_len=64, kv_cache_bytes=16 << 20, max_num_seqs=128, max_queue_len=64) as served:
         async with session(served) as client:
-            unread = [served.connect(as_http(body([1], 12, n=64, ignore_eos=True))) for _ in range(2)]
-            gate, engine = served.server.gate, served.engine
-            await until(
-                lambda: gate.num_inside == 2 and not gate.num_waiting and not engine.engine.num_running()
-            )
+            gate, engine, unread = served.server.gate, served.engine, list[socket.socket]()
+            while len(unread) < 2:
+                unread.append(served.connect(as_http(body([1], 12, n=64, ignore_eos=True))))
+                await until(lambda: gate.num_inside == len(unread) and not gate.num_waiting)
+            await until(lambda: not engine.engine.num_running())
             assert served.server.gate.num_inside == 2
             assert await tokens_of_stream(client, [1], 3)
             for connection in unread:

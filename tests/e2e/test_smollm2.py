@@ -77,8 +77,9 @@ def test_tokens_after_a_long_prompt_and_its_perplexity_equal(
 ) -> None:
     (output,) = engine.generate(long_prompt, GREEDY, use_tqdm=False)
     tokens = output.outputs[0].token_ids
-    expected = model.logits([*long_prompt, *tokens])
-    assert tokens == tuple(expected[LONG - 1 : -1].argmax(-1).tolist())
+    rows = [*range(SCORED), *range(LONG - 1, LONG + len(tokens) - 1)]
+    expected = model.logits([*long_prompt, *tokens], rows)
+    assert tokens == tuple(expected[SCORED:].argmax(-1).tolist())
     scored = long_prompt[:SCORED]
     found = perplexity(every_row(model.folder, scored), scored)
     assert found == pytest.approx(perplexity(expected[:SCORED], scored), rel=1e-3)

@@ -96,7 +96,7 @@ class AnySchedule(RuleBasedStateMachine):
             self.loop.drain()
 
 
-AnySchedule.TestCase.settings = settings(max_examples=100, stateful_step_count=30, deadline=None)
+AnySchedule.TestCase.settings = settings(max_examples=50, stateful_step_count=30, deadline=None)
 TestAnySchedule = AnySchedule.TestCase
 
 
