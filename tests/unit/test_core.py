@@ -70,7 +70,7 @@ class _Wayward(Planner):
 # ---- whatever comes ----
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     requests=requests,
     policy=st.sampled_from(POLICIES),
