@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from bullet_graph.engine.output import RequestOutput
 
@@ -16,6 +16,34 @@ class Checkpoint:
     folder: Path
     exact: PreTrainedModel
     rounded: PreTrainedModel
+
+    @classmethod
+    def read(cls, folder: Path) -> "Checkpoint":
+        # Loaded twice: converting a module in place would round its rotary table, too.
+        exact, rounded = (
+            AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval().cuda()
+            for dtype in (torch.float32, torch.bfloat16)
+        )
+        return cls(folder, exact, rounded)
+
+
+def qwen3_checkpoint(folder: Path) -> Checkpoint:
+    """A random Qwen3 of 1,000 tokens, written to the folder."""
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=1000,
+        hidden_size=512,
+        intermediate_size=1024,
+        num_hidden_layers=3,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        head_dim=128,
+        initializer_range=0.1,
+        max_position_embeddings=2048,
+        dtype="bfloat16",
+    )
+    Qwen3ForCausalLM(config).bfloat16().save_pretrained(folder)
+    return Checkpoint.read(folder)
 
 
 def check_against_transformers(outputs: list[RequestOutput], model: Checkpoint) -> None:

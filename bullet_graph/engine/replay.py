@@ -21,7 +21,7 @@ from typing import Protocol
 from bullet_graph.engine.output import OutputKind, RequestOutput
 from bullet_graph.errors import ConfigError, EngineDeadError, PromptError, RequestError
 from bullet_graph.perf.goodput_search import requests_for
-from bullet_graph.perf.metrics import Backlog, ReplayResult, RequestMetrics, ServedRequest, summarize_ms
+from bullet_graph.perf.metrics import QueueGrowth, ReplayResult, RequestMetrics, ServedRequest, summarize_ms
 from bullet_graph.sampling_params import SamplingParams
 from bullet_graph.slo import NO_TARGETS, Slo
 from bullet_graph.workloads import Arrivals, Workload, WorkloadRequest, make_prompt_token_ids
@@ -92,7 +92,7 @@ class Replay:
             slo_attainment=sum(r.meets_slo for r in counted) / len(counted) if has_targets else None,
             counted=len(counted),
             sustained=len(self.served) >= requests_for(rate) if rate else None,
-            backlog=Backlog.of(self.served, self.start_s, self.start_s + len(self.served) / rate)
+            queue_growth=QueueGrowth.of(self.served, self.start_s, self.start_s + len(self.served) / rate)
             if rate
             else None,
             output_throughput=per_second(num_output),

@@ -31,8 +31,8 @@ class Scheduler:
     launched step reads them. So a sequence holds at most ``held_tokens`` tokens at once (None: ``max_model_len``),
     which then is what ``num_blocks`` must hold.
 
-    With ``prefix_caching``, sequences share the full blocks that their tokens have in common from the first one on,
-    but for the block of the last token, whose row gives the next. A block is shared once no launch writes it.
+    With ``prefix_caching``, sequences that begin with the same tokens share full blocks. A block is shared once no
+    launch writes it. The block of a prompt's last token is always computed, for its row gives the next token.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class Scheduler:
                 # Later steps of the sequence run after this one on the device, from this position on.
                 self.pool.slide(sequence.slot, end + 1 - self._window, sequence.num_tokens)
                 sequence.kv_capacity = self.pool.capacity(sequence.slot)
-        for sequence, end in zip(scheduled.touched[: scheduled.num_chunks], scheduled.ends, strict=False):
+        for sequence, end in zip(scheduled.prompts, scheduled.ends, strict=False):
             if sequence.slot >= 0:
                 self._cache(sequence, end)
         for sequence in scheduled.sampled:
@@ -204,7 +204,7 @@ class Scheduler:
         inits = tuple(s.slot_init() for s in admitted)
         step = Step(inits, prefill, batch, max(wanted) if wanted else None, _bitmasks(structured))
         ends = tuple([s.num_cached for s in touched])
-        return ScheduledStep(step, admitted, touched, sampled, ends, scored, len(chunks))
+        return ScheduledStep(step, admitted, touched, sampled, ends, scored)
 
     # ---- decode rows ----
 

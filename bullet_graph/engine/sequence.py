@@ -138,7 +138,7 @@ class Sequence:
 class ScheduledStep:
     """A step and its sequences: those that got their slot in it, whose blocks it reads or writes, and that get a token.
 
-    The first ``num_chunks`` of ``touched`` have prompt rows. ``sampled`` are in the order of the result's rows.
+    Those of ``touched`` with prompt rows come first. ``sampled`` are in the order of the result's rows.
     ``ends`` are the tokens of each touched sequence that are cached once the step is over. ``scored`` are sequences
     with the positions, from first to before the end, whose rows are scored: the first ones of ``prompt_logprobs``.
     """
@@ -149,4 +149,9 @@ class ScheduledStep:
     sampled: tuple[Sequence, ...]
     ends: tuple[int, ...]
     scored: tuple[tuple[Sequence, int, int], ...] = ()
-    num_chunks: int = 0
+
+    @property
+    def prompts(self) -> tuple[Sequence, ...]:
+        """The touched sequences with prompt rows."""
+        prefill = self.step.prefill
+        return self.touched[: 0 if prefill is None else len(prefill.slots)]

@@ -100,9 +100,9 @@ def bracket(runs: Sequence[RateRun], share: float) -> tuple[RateRun | None, Rate
 class GoodputSearch:
     """Plans the rates of a search for the goodputs of all ``SHARES``.
 
-    The rate rises, or falls, from ``first_rate`` until one rate that serves a share and one that does not are known.
-    Each step is as long as all before it, from a factor of ``step`` up to two (or ``step``, if that is more). The gap
-    is then halved down to the relative ``tolerance``. The share that is known least comes next.
+    The rate rises, or falls, from ``first_rate`` until one rate serves a share and another does not. The first step is
+    a factor of ``step``. Each further step is as long as all before it, and at most a factor of two, or of ``step``.
+    The gap is then halved until it is within the relative ``tolerance``. The share with the widest gap comes next.
 
     Rates are in requests per second, and at most ``fastest``. Raises ConfigError for a number out of range.
     """

@@ -111,7 +111,7 @@ class ServedRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class Backlog:
+class QueueGrowth:
     """The prompt tokens that wait for a first token, as the client sees them: at half time and at the end of arrivals.
 
     ``prefill_tokens_per_s`` is all prompt tokens over the time in which at least one prompt waited.
@@ -122,7 +122,7 @@ class Backlog:
     prefill_tokens_per_s: float
 
     @classmethod
-    def of(cls, served: Iterable[ServedRequest], start_s: float, end_s: float) -> "Backlog":
+    def of(cls, served: Iterable[ServedRequest], start_s: float, end_s: float) -> "QueueGrowth":
         """From all requests of a run whose arrivals were planned between two times; failed ones wait for nothing."""
         done = [r for r in served if r.error is None]
         waits = sorted((r.metrics.arrival_s, r.metrics.times_s[0], r.input_tokens) for r in done)
@@ -160,7 +160,7 @@ class ReplayResult:
         slo_attainment: those requests as a share of all requests counted, failed ones included; None likewise.
         counted: how many requests are in latencies and shares.
         sustained: whether a run at a rate was long enough to tell its goodput; None: there was no rate.
-        backlog: of a run at a rate, else None.
+        queue_growth: of a run at a rate, else None.
         ttft: from arrival, or from when ``max_concurrency`` let the request in.
         itl: all gaps between tokens, of all requests together.
         errors: why a request failed, which then has no output and a TTFT of 0; empty for the others.
@@ -183,7 +183,7 @@ class ReplayResult:
     slo_attainment: float | None
     counted: int
     sustained: bool | None
-    backlog: Backlog | None
+    queue_growth: QueueGrowth | None
     output_throughput: float
     total_token_throughput: float
     ttft: PercentileSummary | None
@@ -202,9 +202,11 @@ class ReplayResult:
         """The figures for a JSON file, flat: ``mean_ttft_ms`` and so on; ``detailed`` adds those of each request."""
         flat = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         details = {name: flat.pop(name) for name in _OF_EACH_REQUEST}
-        backlog = flat.pop("backlog")
-        flat["stable"] = None if backlog is None else backlog.stable
-        flat |= {field.name: getattr(backlog, field.name, None) for field in dataclasses.fields(Backlog)}
+        queue_growth = flat.pop("queue_growth")
+        flat["stable"] = None if queue_growth is None else queue_growth.stable
+        flat |= {
+            field.name: getattr(queue_growth, field.name, None) for field in dataclasses.fields(QueueGrowth)
+        }
         for name in _LATENCIES:
             summary = flat.pop(name)
             for label, field in _LABELS.items():

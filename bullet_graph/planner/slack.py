@@ -18,6 +18,8 @@ PREPARE_MS = 20.0
 PREPARE_SHARE = 0.25
 """Largest share of the time that captures may take while there is work."""
 
+_GOLDEN_RATIO = (math.sqrt(5) - 1) / 2
+
 
 def decode_load(
     rows: Iterable[Progress],
@@ -81,8 +83,11 @@ class Ranking(NamedTuple):
 def order_prompts(prompts: Sequence[PromptLoad], now_s: float, ms_per_token: float) -> list[int]:
     """Indices of the prompts in the order to serve them now; :func:`rank_prompts` tells the rule."""
     resumed, kept, late, late_share = rank_prompts(prompts, now_s, ms_per_token)
-    if now_s % TUNING.late_period_s < late_share * TUNING.late_period_s:
-        return resumed + late + kept
+    if late:
+        # Multiples of the golden ratio spread evenly, however many periods a forward lasts.
+        period = (now_s - prompts[late[0]].arrival_s) // TUNING.late_period_s
+        if period * _GOLDEN_RATIO % 1 < late_share:
+            return resumed + late + kept
     return resumed + kept + late
 
 
@@ -91,10 +96,11 @@ def rank_prompts(prompts: Sequence[PromptLoad], now_s: float, ms_per_token: floa
 
     Without deadlines all are kept: started prompts go first, then the others, first come, first served.
 
-    With deadlines, a prompt that is late for its own has a second one and a last one, the end of its patience. As many
-    prompts as can meet their own or second deadline are kept, earliest deadline first (Moore and Hodgson: whenever one
-    would be late, the longest so far is given up). The others are late: earliest last deadline first, they get the
-    smallest share with which all of them meet it, at most ``late_share``. The kept must do with the rest of the time.
+    With deadlines, each prompt has three: its own, a second one, and a last one. The second counts once a prompt cannot
+    meet its own. As many prompts as possible that meet one of these two are kept, earliest deadline first. (Moore and
+    Hodgson: whenever one would be late, the longest so far is given up.) All others are late, and are served by their
+    last deadlines. They get the smallest share of the time that meets these, at most ``late_share``. The kept get the
+    rest.
 
     ``ms_per_token`` is prefill time per token, at the rate at which prompts are really served.
     """
@@ -105,11 +111,12 @@ def rank_prompts(prompts: Sequence[PromptLoad], now_s: float, ms_per_token: floa
         return Ranking(resumed, sorted(others, key=lambda i: (not prompts[i].started, arrival[i])), [], 0.0)
     seconds = [p.tokens_left * ms_per_token / 1e3 for p in prompts]
     in_time: list[tuple[float, bool, float, int]] = []
+    last_s: dict[int, float] = {}
     late: list[tuple[float, int]] = []
     for i in others:
-        due_s, last_s = next_deadlines(prompts[i], now_s + seconds[i])
+        due_s, last_s[i] = next_deadlines(prompts[i], now_s + seconds[i])
         if due_s is None:
-            late.append((last_s, i))
+            late.append((last_s[i], i))
         else:
             in_time.append((due_s, not prompts[i].started, arrival[i], i))
     in_time.sort()
@@ -117,7 +124,7 @@ def rank_prompts(prompts: Sequence[PromptLoad], now_s: float, ms_per_token: floa
     given_up: set[int] = set()
     share = _late_share(late, seconds, now_s)
     rate = 1 - share
-    end_s = now_s + sum(seconds[i] for i in resumed) + share * TUNING.late_period_s
+    end_s = now_s + sum(seconds[i] for i in resumed) + (2 * TUNING.late_period_s if late else 0.0)
     for due_s, _, _, i in in_time:
         end_s += seconds[i] / rate
         heappush(longest_first, (-prompts[i].tokens_left, i))
@@ -125,7 +132,7 @@ def rank_prompts(prompts: Sequence[PromptLoad], now_s: float, ms_per_token: floa
             _, dropped = heappop(longest_first)
             end_s -= seconds[dropped] / rate
             given_up.add(dropped)
-            late.append((next_deadlines(prompts[dropped], math.inf)[1], dropped))
+            late.append((last_s[dropped], dropped))
     kept = [i for *_, i in in_time if i not in given_up]
     return Ranking(resumed, kept, [i for _, i in sorted(late)], _late_share(late, seconds, now_s))
 

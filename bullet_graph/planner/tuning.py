@@ -68,10 +68,10 @@ class PlannerTuning:
     # Then it should end within this time, or this many times what its target allows if that is longer.
     patience_s: float = 20.0
     patience_allowances: float = 20.0
-    # Prompts that miss the second deadline too get at most this share of prefill, in slots of this period: short beside
-    # a TTFT target, long beside a forward.
+    # Prompts that miss the second deadline too get at most this share of prefill. They go first in this share of all
+    # periods, which are short beside a TTFT target.
     late_share: float = 0.5
-    late_period_s: float = 0.125  # exact in binary, so that runs at other times of the clock are alike
+    late_period_s: float = 0.03125
 
 
 TUNING = PlannerTuning()

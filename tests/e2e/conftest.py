@@ -5,9 +5,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import openai
 import pytest
 from checkpoints import write_checkpoint
 from engines import PROMPTS, Gate, Launches, Model, before_launch, make_engine
+from servers import Served
 
 from bullet_graph import Engine
 from bullet_graph.planner.plan import Load, Plan
@@ -29,6 +31,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
     """A random Llama of 320 tokens with a tokenizer of 300; read it only."""
     folder: Path = tmp_path_factory.mktemp("llama")
     return Model(folder, write_checkpoint(folder, "llama", seed=3).eval())
+
+
+@pytest.fixture
+def client(served: Served) -> Iterator[openai.OpenAI]:
+    """OpenAI's client of the test file's own server."""
+    with served.client() as client:
+        yield client
 
 
 @pytest.fixture

@@ -35,12 +35,6 @@ def alone() -> Iterator[Engine]:
 
 
 @pytest.fixture
-def client(served: Served) -> Iterator[openai.OpenAI]:
-    with served.client() as client:
-        yield client
-
-
-@pytest.fixture
 def complete(client: openai.OpenAI) -> Create:
     return partial(client.completions.create, model=MODEL)
 

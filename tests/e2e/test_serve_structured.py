@@ -39,12 +39,6 @@ def served() -> Iterator[Served]:
         yield served
 
 
-@pytest.fixture
-def client(served: Served) -> Iterator[openai.OpenAI]:
-    with served.client() as client:
-        yield client
-
-
 def test_the_client_parses_a_model(client: openai.OpenAI) -> None:
     answer = client.beta.chat.completions.parse(
         model=MODEL, messages=MESSAGES, response_format=Fish, n=3, seed=1

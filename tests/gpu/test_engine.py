@@ -10,8 +10,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from noise import Checkpoint, check_against_transformers
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from noise import Checkpoint, check_against_transformers, qwen3_checkpoint
 
 from bullet_graph import Engine, PerfTableWarning, SamplingParams
 
@@ -24,27 +23,7 @@ LENGTHS = (1, 5, 16, 17, 100, 255, 600, 33)
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
-    folder = tmp_path_factory.mktemp("qwen3")
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=1000,
-        hidden_size=512,
-        intermediate_size=1024,
-        num_hidden_layers=3,
-        num_attention_heads=8,
-        num_key_value_heads=2,
-        head_dim=128,
-        initializer_range=0.1,
-        max_position_embeddings=2048,
-        dtype="bfloat16",
-    )
-    Qwen3ForCausalLM(config).bfloat16().save_pretrained(folder)
-    # Loaded twice: converting a module in place would round its rotary table, too.
-    exact, rounded = (
-        Qwen3ForCausalLM.from_pretrained(folder, dtype=dtype).eval().cuda()
-        for dtype in (torch.float32, torch.bfloat16)
-    )
-    return Checkpoint(folder, exact, rounded)
+    return qwen3_checkpoint(tmp_path_factory.mktemp("qwen3"))
 
 
 def prompts() -> list[list[int]]:

@@ -1,6 +1,5 @@
 """Every model family on the GPU in bfloat16 against ``transformers`` in float32: decode graphs, piecewise, eager."""
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -8,7 +7,6 @@ import pytest
 import torch
 from checkpoints import FAMILIES, MORE_FAMILIES, Family, write_checkpoint
 from noise import Checkpoint, check_against_transformers
-from transformers import AutoModelForCausalLM
 
 from bullet_graph import Engine, SamplingParams
 
@@ -38,12 +36,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     family, folder = request.param, tmp_path_factory.mktemp(request.param)
     changes = SHAPE | HEADS.get(family, {})
     write_checkpoint(folder, family, num_layers=4, dtype=torch.bfloat16, tokenizer=False, **changes)
-    # Loaded twice: converting a module in place would round its rotary table, too.
-    exact, rounded = (
-        AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval().cuda()
-        for dtype in (torch.float32, torch.bfloat16)
-    )
-    return Checkpoint(Path(folder), exact, rounded)
+    return Checkpoint.read(folder)
 
 
 @pytest.mark.parametrize("policy", ["serial", "mixed:256"])

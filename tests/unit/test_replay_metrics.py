@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from bullet_graph.engine.replay import Replay
 from bullet_graph.perf.metrics import (
-    Backlog,
     PercentileSummary,
+    QueueGrowth,
     ReplayResult,
     RequestMetrics,
     ServedRequest,
@@ -159,7 +159,7 @@ def test_what_json_has_no_number_for_is_text() -> None:
     assert (at_once.request_rate, at_once.burstiness) == ("inf", "inf")
     recorded = summarize(served(0.0, 0.1), request_rate=None)
     assert (recorded.request_rate, recorded.burstiness) == ("trace", None)
-    assert (recorded.sustained, recorded.backlog, recorded.fields()["stable"]) == (None, None, None)
+    assert (recorded.sustained, recorded.queue_growth, recorded.fields()["stable"]) == (None, None, None)
 
 
 def test_the_first_arrivals_are_served_but_not_counted() -> None:
@@ -190,25 +190,25 @@ def queue(load: float, *, num_requests: int = 1200, rate: float = 10.0, seed: in
 @given(seed=st.integers(0, 2**32), share=st.floats(0.05, 0.6))
 @settings(max_examples=15, deadline=None)
 def test_a_queue_with_capacity_to_spare_is_stable(seed: int, share: float) -> None:
-    backlog = Backlog.of(queue(share, seed=seed), 0.0, 120.0)
-    assert backlog.stable
-    assert backlog.prefill_tokens_per_s == pytest.approx(1001 * 10 / share, rel=1e-6)
+    queue_growth = QueueGrowth.of(queue(share, seed=seed), 0.0, 120.0)
+    assert queue_growth.stable
+    assert queue_growth.prefill_tokens_per_s == pytest.approx(1001 * 10 / share, rel=1e-6)
 
 
 @given(seed=st.integers(0, 2**32), load=st.floats(1.2, 3))
 @settings(max_examples=15, deadline=None)
 def test_a_queue_that_grows_is_unstable(seed: int, load: float) -> None:
-    assert not Backlog.of(queue(load, seed=seed), 0.0, 120.0).stable
+    assert not QueueGrowth.of(queue(load, seed=seed), 0.0, 120.0).stable
 
 
 @pytest.mark.parametrize(("tokens", "stable"), [(300, True), (301, False)])
 def test_two_seconds_of_prefill_may_wait_more_at_the_end(tokens: int, stable: bool) -> None:
     at_half, at_end = served(0.0, 6.0, prompt=100), served(9.0, 12.0, prompt=tokens)
     last, refused = served(10.0, 10.5, prompt=800 - tokens), served(9.5, prompt=10**6, error="refused")
-    backlog = Backlog.of((at_half, at_end, last, refused), 0.0, 10.0)
+    queue_growth = QueueGrowth.of((at_half, at_end, last, refused), 0.0, 10.0)
     # 900 tokens in the 9 s in which a prompt waited.
-    assert backlog == Backlog(100, tokens, 100.0)
-    assert backlog.stable is stable
+    assert queue_growth == QueueGrowth(100, tokens, 100.0)
+    assert queue_growth.stable is stable
 
 
 def test_figures_that_a_request_has_not_yet() -> None:
