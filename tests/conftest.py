@@ -1,5 +1,6 @@
 """Settings of the whole suite."""
 
+import gc
 import os
 import sys
 from pathlib import Path
@@ -20,3 +21,8 @@ torch.set_num_threads(1)
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--smollm2", type=Path, metavar="FILE", help="GGUF file for tests/smollm2.py")
+
+
+def pytest_collection_finish() -> None:
+    # What the imports made lives as long as the process: a garbage collection need not look at it again.
+    gc.freeze()
