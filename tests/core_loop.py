@@ -15,6 +15,7 @@ from bullet_graph.config import KV_BLOCK_TOKENS
 from bullet_graph.engine.core import EngineCore
 from bullet_graph.engine.output import OutputKind, RequestOutput
 from bullet_graph.engine.request import Request, Sample
+from bullet_graph.engine.scheduler import Scheduler
 from bullet_graph.engine.sequence import Sequence
 from bullet_graph.partition.masks import LANES, SMS_PER_TPC, Lane, SmPartition, lane_masks, partition_of
 from bullet_graph.planner.planner import Planner
@@ -176,11 +177,13 @@ class CoreLoop:
         self.core = EngineCore(
             self.executor,
             planner_loads.planner(planner) if isinstance(planner, str) else planner,
-            num_kv_blocks=num_kv_blocks,
-            max_num_seqs=max_num_seqs,
-            max_model_len=max_model_len,
+            Scheduler(
+                num_blocks=num_kv_blocks,
+                max_num_seqs=max_num_seqs,
+                max_model_len=max_model_len,
+                prefix_caching=True,
+            ),
             num_layers=NUM_LAYERS,
-            prefix_caching=True,
         )
         self.max_num_seqs = max_num_seqs
         self.sequences: dict[str, Sequence] = {}

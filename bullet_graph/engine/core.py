@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import numpy as np
 
-from bullet_graph.config import PromptOrder
 from bullet_graph.engine.in_flight import InFlight, Launch, other_lane
 from bullet_graph.engine.output import EngineStats, RequestOutput
 from bullet_graph.engine.prompt_queue import QUEUE_IN_SIGHT, prompt_load
@@ -31,45 +30,29 @@ PREDICT_EVERY_S = 0.1
 
 
 class EngineCore:
-    """Runs requests on an executor as a planner decides.
+    """Runs the requests of a scheduler on an executor as a planner decides.
 
-    ``num_kv_blocks`` includes the padding block; ``window``, ``held_tokens`` and ``prefix_caching`` are those of the
-    :class:`~bullet_graph.engine.scheduler.Scheduler`. ``first_token_s`` is when the first token reached the host, on
-    the executor's clock; None before that.
+    ``first_token_s`` is when the first token reached the host, on the executor's clock; None before that.
     """
 
     def __init__(
         self,
         executor: Executor,
         planner: Planner,
+        scheduler: Scheduler,
         *,
-        num_kv_blocks: int,
-        max_num_seqs: int,
-        max_model_len: int,
         num_layers: int,
-        prompt_order: PromptOrder = "arrival",
-        window: int | None = None,
-        held_tokens: int | None = None,
-        prefix_caching: bool = False,
         trace: DecisionTrace | None = None,
     ) -> None:
         self.executor = executor
         self.planner = planner
         self.planner.max_batch_sizes = max_batch_sizes(executor)
         self.trace = trace
-        self.scheduler = Scheduler(
-            num_blocks=num_kv_blocks,
-            max_num_seqs=max_num_seqs,
-            max_model_len=max_model_len,
-            prompt_order=prompt_order,
-            window=window,
-            held_tokens=held_tokens,
-            prefix_caching=prefix_caching,
-        )
+        self.scheduler = scheduler
         self.requests: dict[str, Request] = {}
         self.in_flight = InFlight(executor.num_sms)
         self.first_token_s: float | None = None
-        self.max_model_len = max_model_len
+        self.max_model_len = scheduler.max_model_len
         self._num_layers = num_layers
         self._num_sms = executor.num_sms
         self._num_missing_graphs = executor.num_missing_graphs

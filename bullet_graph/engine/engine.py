@@ -18,6 +18,7 @@ from bullet_graph.engine.admission import Admission, Prompt, normalise_batch
 from bullet_graph.engine.core import EngineCore
 from bullet_graph.engine.in_flight import stalled_launches
 from bullet_graph.engine.output import EngineStats, OutputKind, RequestOutput
+from bullet_graph.engine.scheduler import Scheduler
 from bullet_graph.engine.trace import DecisionTrace
 from bullet_graph.errors import ConfigError, EngineDeadError, PerfTableWarning, RequestError
 from bullet_graph.models.progress import progress_bar
@@ -163,14 +164,16 @@ class Engine:
         return EngineCore(
             executor,
             planner,
-            num_kv_blocks=self.memory.num_kv_blocks,
-            max_num_seqs=config.max_num_seqs,
-            max_model_len=self.max_model_len,
+            Scheduler(
+                num_blocks=self.memory.num_kv_blocks,
+                max_num_seqs=config.max_num_seqs,
+                max_model_len=self.max_model_len,
+                prompt_order=config.prompt_order,
+                window=self.model_config.widest_window,
+                held_tokens=held_tokens(config, self.model_config, self.max_model_len),
+                prefix_caching=config.prefix_caching and self.model_config.widest_window is None,
+            ),
             num_layers=self.model_config.num_layers,
-            prompt_order=config.prompt_order,
-            window=self.model_config.widest_window,
-            held_tokens=held_tokens(config, self.model_config, self.max_model_len),
-            prefix_caching=config.prefix_caching and self.model_config.widest_window is None,
             trace=self._trace,
         )
 

@@ -51,7 +51,7 @@ class Scheduler:
             raise ValueError("blocks before a window are given back, so they cannot be cached as a prefix")
         self.queue = PromptQueue(prompt_order)
         self.prefix_caching = prefix_caching
-        self._max_model_len = max_model_len
+        self.max_model_len = max_model_len
         self._window = window
         self._held_tokens = held_tokens or max_model_len
         self.pool = BlockPool(
@@ -76,7 +76,7 @@ class Scheduler:
     def add(self, *samples: Sequence) -> None:
         """Queue sequences that have one prompt, such as the samples of a request."""
         for sequence in samples:
-            sequence.max_tokens = min(sequence.max_tokens, self._max_model_len)
+            sequence.max_tokens = min(sequence.max_tokens, self.max_model_len)
             sequence.block_keys = list(samples[0].block_keys)
             self._extend_keys(sequence)
             self._enqueue(sequence)

@@ -12,6 +12,7 @@ from bullet_graph.engine.core import EngineCore
 from bullet_graph.engine.output import EngineStats, OutputKind
 from bullet_graph.engine.replay import Replay, replay, timed_requests
 from bullet_graph.engine.request import Request, Sample
+from bullet_graph.engine.scheduler import Scheduler
 from bullet_graph.engine.sequence import Sequence as EngineSequence
 from bullet_graph.engine.trace import DecisionTrace
 from bullet_graph.errors import ConfigError
@@ -116,12 +117,14 @@ class SimulatedEngine(EngineCore):
         super().__init__(
             executor,
             planner,
-            num_kv_blocks=settings.num_kv_blocks,
-            max_num_seqs=settings.max_num_seqs,
-            max_model_len=settings.max_model_len,
+            Scheduler(
+                num_blocks=settings.num_kv_blocks,
+                max_num_seqs=settings.max_num_seqs,
+                max_model_len=settings.max_model_len,
+                prompt_order=settings.prompt_order,
+                prefix_caching=settings.prefix_caching,
+            ),
             num_layers=model.num_layers,
-            prompt_order=settings.prompt_order,
-            prefix_caching=settings.prefix_caching,
             trace=trace,
         )
 
