@@ -76,13 +76,7 @@ class RequestOutput:
     @property
     def missed_targets(self) -> tuple[Literal["ttft", "tpot"], ...]:
         """The latency targets that the request has missed so far."""
-        ttft_ms, tpot_ms = self.metrics.ttft_ms, self.metrics.tpot_ms
-        missed: list[Literal["ttft", "tpot"]] = []
-        if ttft_ms is not None and ttft_ms > self.slo.ttft_limit_ms(len(self.prompt_token_ids)):
-            missed.append("ttft")
-        if tpot_ms is not None and self.slo.tpot_ms is not None and tpot_ms > self.slo.tpot_ms:
-            missed.append("tpot")
-        return tuple(missed)
+        return self.metrics.missed_targets(self.slo, len(self.prompt_token_ids))
 
     @classmethod
     def refused(cls, request_id: str, error: RequestError, now: float) -> "RequestOutput":

@@ -2,10 +2,9 @@
 
 import dataclasses
 import itertools
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -63,6 +62,16 @@ class RequestMetrics:
         times = self.token_times_s
         return (times[-1] - self.arrival_s) * 1e3 if times else None
 
+    def missed_targets(self, slo: Slo, prompt_tokens: int) -> tuple[Literal["ttft", "tpot"], ...]:
+        """The targets missed so far; an output of one token has no TPOT to miss."""
+        ttft_ms, tpot_ms = self.ttft_ms, self.tpot_ms
+        missed: list[Literal["ttft", "tpot"]] = []
+        if ttft_ms is not None and ttft_ms > slo.ttft_limit_ms(prompt_tokens):
+            missed.append("ttft")
+        if tpot_ms is not None and slo.tpot_ms is not None and tpot_ms > slo.tpot_ms:
+            missed.append("tpot")
+        return tuple(missed)
+
     @property
     def itl_ms(self) -> tuple[float, ...]:
         """Inter-token latencies: the gaps between one token and the next."""
@@ -102,12 +111,9 @@ class ServedRequest:
 
     @property
     def meets_slo(self) -> bool:
-        """Whether it met every target it has; an output of one token has no TPOT to miss."""
-        ttft_ms, tpot_ms = self.metrics.ttft_ms, self.metrics.tpot_ms
-        if self.error is not None or ttft_ms is None:
-            return False
-        tpot_limit_ms = math.inf if self.slo.tpot_ms is None else self.slo.tpot_ms
-        return ttft_ms <= self.slo.ttft_limit_ms(self.input_tokens) and (tpot_ms or 0.0) <= tpot_limit_ms
+        """Whether it has a first token and met every target it has."""
+        has_token = self.error is None and self.metrics.ttft_ms is not None
+        return has_token and not self.metrics.missed_targets(self.slo, self.input_tokens)
 
 
 @dataclass(frozen=True, slots=True)
