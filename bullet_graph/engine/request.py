@@ -76,24 +76,19 @@ class Sample:
 
     def report(self, kind: OutputKind) -> CompletionOutput:
         """Report everything, or what is new since the last report."""
-        sequence, first = self.sequence, 0
+        sequence, first, first_char = self.sequence, 0, 0
         tokens = sequence.output_token_ids
+        visible = len(self._text) if self.finish_reason else max(len(self._text) - self._holdback, 0)
         if kind is OutputKind.DELTA:
             first, self._reported_tokens = self._reported_tokens, len(tokens)
+            first_char, self._reported_text = self._reported_text, visible
         return CompletionOutput(
             sequence.index,
-            "" if self._stream is None else self._report_text(kind),
+            self._text[first_char:visible],
             tuple(tokens[first:]),
             None if sequence.params.logprobs is None else tuple(self.logprobs[first:]),
             self.finish_reason,
         )
-
-    def _report_text(self, kind: OutputKind) -> str:
-        visible = len(self._text) if self.finish_reason else max(len(self._text) - self._holdback, 0)
-        first = 0
-        if kind is OutputKind.DELTA:
-            first, self._reported_text = self._reported_text, visible
-        return self._text[first:visible]
 
 
 class Request:
