@@ -105,7 +105,7 @@ class SimulatedEngine(EngineCore):
             host_overhead_ms=settings.host_overhead_ms,
             time_noise=settings.time_noise,
             seed=settings.seed,
-            max_batch_sizes={} if plan is None else plan.max_batch_sizes,
+            max_batch_sizes={} if plan is None else {p: sizes[-1] for p, sizes in plan.batch_sizes.items()},
             on_step=on_step,
         )
         planner = Planner(

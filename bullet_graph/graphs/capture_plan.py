@@ -108,11 +108,6 @@ class CapturePlan:
         """Batch sizes to capture by partition, the whole GPU first."""
         return {partition_of(e.decode_sms, num_sms=self.num_sms): e.batch_sizes for e in self.decode}
 
-    @property
-    def max_batch_sizes(self) -> Mapping[SmPartition, int]:
-        """Most rows of a captured step by partition; no larger batch may be placed there."""
-        return {partition: sizes[-1] for partition, sizes in self.batch_sizes.items()}
-
     def padded(self, batch_size: int, decode_sms: int | None = None) -> int:
         """Rows of the graph that serves a batch; the batch's own size where none does."""
         for entry in self.decode:
@@ -200,7 +195,7 @@ def load_plan(name_or_path: str) -> CapturePlan:
 
     Raises ConfigError, which names the file and the key, where there is none or it is wrong.
     """
-    shipped = {path.stem: path for path in list_plans()}
+    shipped = {path.stem: path for path in sorted(shipped_folder().glob("*.toml"))}
     names = ", ".join(shipped) or "none"
     path = Path(name_or_path) if name_or_path.endswith(".toml") else shipped.get(name_or_path)
     if path is None:
@@ -220,10 +215,7 @@ def load_plan(name_or_path: str) -> CapturePlan:
 
 
 def named_plan(config: EngineConfig, *, dtype: str, num_sms: int) -> CapturePlan | None:
-    """The plan that the configuration names; None where it names none.
-
-    Raises ConfigError where it cannot be read, or was made for another engine or GPU.
-    """
+    """The plan that the configuration names, if any; ConfigError if it is unreadable or for another engine or GPU."""
     if config.capture_plan is None:
         return None
     plan, name = load_plan(config.capture_plan), f"the capture plan {config.capture_plan}"
@@ -251,11 +243,6 @@ def named_plan(config: EngineConfig, *, dtype: str, num_sms: int) -> CapturePlan
             f"{', '.join(map(str, plan.decode_sms)) or 'the whole GPU only'}: choose one of these, or add a [[decode]]"
         )
     return plan
-
-
-def list_plans() -> tuple[Path, ...]:
-    """Files of the plans that come with the package, by name."""
-    return tuple(sorted(shipped_folder().glob("*.toml")))
 
 
 def _list_line(name: str, sizes: Sequence[int]) -> str:

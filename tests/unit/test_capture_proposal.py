@@ -180,7 +180,7 @@ def test_a_proposal_keeps_to_its_budget(steps: list[StepRecord], memory_gb: floa
     plan = propose(groups, Budget(memory_gb * 1e9, time_s), like=LIKE)
     assert plan.graph_bytes(32) <= memory_gb * 1e9
     assert plan.capture_s(32) <= time_s * (1 + 1e-9)
-    assert plan.max_batch_sizes[WHOLE_GPU] == 64
+    assert plan.batch_sizes[WHOLE_GPU][-1] == 64
     assert 0 <= usage.lost_percent(groups, plan) < math.inf
 
 
