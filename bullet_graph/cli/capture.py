@@ -21,7 +21,7 @@ from bullet_graph.cli.tables import print_line, print_table, table_of_texts
 from bullet_graph.config import EngineConfig
 from bullet_graph.errors import CacheError, ConfigError
 from bullet_graph.graphs.capture_plan import load_plan
-from bullet_graph.graphs.compile_counts import NOTHING_COMPILED
+from bullet_graph.graphs.compile_counts import CompileCounts
 from bullet_graph.runtime.capture_build import build_entry
 from bullet_graph.runtime.fingerprint import fingerprint_of, on_this_machine
 from bullet_graph.runtime.memory import format_bytes
@@ -72,7 +72,7 @@ def build(config: EngineConfig, store: CaptureStore, as_json: bool) -> None:
                 "folder": str(entry.folder),
                 "was_there": compiles is None,
                 "seconds": seconds,
-                "compiles": compiles or NOTHING_COMPILED,
+                "compiles": compiles or CompileCounts(),
                 "self_check": checked,
                 "parts": _parts(entry),
             }

@@ -32,9 +32,6 @@ class CompileCounts:
         return sum(asdict(self).values())
 
 
-NOTHING_COMPILED = CompileCounts()
-
-
 class CompileCounter:
     """Counts during its ``with`` block, in all threads of this process; ``counts`` is complete once the block ends.
 

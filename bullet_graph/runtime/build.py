@@ -13,7 +13,7 @@ import torch
 from bullet_graph.config import KV_BLOCK_TOKENS, EngineConfig
 from bullet_graph.graphs.capture_order import CaptureReport
 from bullet_graph.graphs.capture_plan import CapturePlan, default_plan, named_plan
-from bullet_graph.graphs.compile_counts import NOTHING_COMPILED, CompileCounts
+from bullet_graph.graphs.compile_counts import CompileCounts
 from bullet_graph.graphs.key import batch_size_buckets
 from bullet_graph.graphs.piecewise import piecewise_scratch_bytes
 from bullet_graph.kernels.memory import KVCache
@@ -51,7 +51,7 @@ class BuiltRuntime:
     partition_backend: str | None = None
     capture: CaptureReport | None = None
     lane_sms: Mapping[tuple[Lane, SmPartition], frozenset[int]] = field(default_factory=dict)
-    compiles: CompileCounts = NOTHING_COMPILED
+    compiles: CompileCounts = field(default_factory=CompileCounts)
     cache_use: capture_cache.CacheUse = field(default_factory=capture_cache.CacheUse)
     self_check: SelfCheck | None = None
 

@@ -9,7 +9,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from bullet_graph.graphs.compile_counts import NOTHING_COMPILED, CompileCounter, CompileCounts
+from bullet_graph.graphs.compile_counts import CompileCounter, CompileCounts
 
 
 def test_what_dynamo_traces() -> None:
@@ -25,7 +25,7 @@ def test_what_dynamo_traces() -> None:
         compiled(torch.ones(3))
     torch._dynamo.reset()
     assert counter.counts.dynamo_frames == 1
-    assert again.counts == NOTHING_COMPILED
+    assert again.counts == CompileCounts()
     assert (counter.counts.total, again.counts.total) == (1, 0)
 
 
@@ -59,7 +59,7 @@ def test_modules_that_flashinfer_builds_meanwhile(monkeypatch: pytest.MonkeyPatc
     with CompileCounter(gpu=True) as counter:
         # It is imported only where a module has to be found or built.
         monkeypatch.setitem(sys.modules, "flashinfer.jit.env", env)
-    assert counter.counts == NOTHING_COMPILED
+    assert counter.counts == CompileCounts()
     with CompileCounter(gpu=True) as counter:
         (tmp_path / "new").mkdir()
         for name in ("new", "rebuilt"):
