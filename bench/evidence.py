@@ -1,6 +1,7 @@
 """What the JSON files of results hold: measurements, and comparisons of this engine with peers."""
 
 import json
+import re
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,6 +16,8 @@ from bullet_graph.perf.goodput_search import SHARES, Goodput, RateRun
 OWN = "bullet_graph"
 CLAIMED = "bullet_graph auto"
 Run: TypeAlias = dict[str, Any]
+
+_WRITTEN = re.compile(r" --(output-json|vllm-log) ('[^']*'|\S+)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,10 +54,10 @@ class Source:
 
     @property
     def command(self) -> str | None:
-        """The command line that made the file, as the file records it."""
+        """The command line that made the file, as the file records it, but for the files that it wrote."""
         lines = (one.get("argv") or one.get("command") or "" for one in self.entries)
         found = (line if isinstance(line, str) else shlex.join(line) for line in lines)
-        words = [word for word in dict.fromkeys(found) if word]
+        words = [_WRITTEN.sub("", word) for word in dict.fromkeys(found) if word]
         return f"`{words[0]}`" + (f" and {len(words) - 1} more" if words[1:] else "") if words else None
 
     @property
@@ -64,11 +67,7 @@ class Source:
 
 
 def read_results(folder: Path) -> list[Source]:
-    """All JSON files of a folder, by name.
-
-    Raises:
-        ConfigError: there is no such folder, or a file cannot be read.
-    """
+    """All JSON files of a folder, by name; ConfigError if there is no such folder, or a file cannot be read."""
     if not folder.is_dir():
         raise ConfigError(f"--results {folder}: there is no such folder; give one with JSON files of results")
     sources = []

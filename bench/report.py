@@ -300,7 +300,7 @@ def make_report(sources: Sequence[Source], folder: str, pictures: str) -> str:
 
 
 def _file_line(source: Source) -> str:
-    told = "settings in the file" if source.is_comparison else "not recorded"
+    told = "settings in the file" if source.is_comparison else "–"
     return f"- `{source.name}` ({source.date[:10] or 'no date'}): {source.command or told}"
 
 

@@ -33,7 +33,7 @@ from bullet_graph.errors import ConfigError, DeviceError, EngineDeadError
 from bullet_graph.models.config import ModelConfig
 from bullet_graph.models.presets import resolve_model
 from bullet_graph.models.rope import Llama3RopeScaling
-from bullet_graph.perf.provenance import installed_version
+from bullet_graph.perf.provenance import installed_version, without_home
 from bullet_graph.slo import Slo
 
 SCHEDULER = "bench.peers.vllm_scheduler.BudgetedScheduler"
@@ -250,10 +250,10 @@ def _output_to(log: Path | None) -> Iterator[None]:
 
 
 def _plain(value: Any) -> Any:
-    """A value for JSON; text for one of vLLM's own types."""
+    """A value for JSON; text for one of vLLM's own types, and no home folder in text."""
     if isinstance(value, dict):
         return {str(name): _plain(item) for name, item in value.items()}
-    return value if value is None or type(value) in (bool, int, float, str) else str(value)
+    return value if value is None or type(value) in (bool, int, float) else without_home(str(value))
 
 
 def _environment() -> dict[str, str]:

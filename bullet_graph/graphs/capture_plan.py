@@ -215,7 +215,10 @@ def load_plan(name_or_path: str) -> CapturePlan:
 
 
 def named_plan(config: EngineConfig, *, dtype: str, num_sms: int) -> CapturePlan | None:
-    """The plan that the configuration names, if any; ConfigError if it is unreadable or for another engine or GPU."""
+    """The plan that the configuration names; None where it names none.
+
+    Raises ConfigError where it cannot be read, or was made for another engine or GPU.
+    """
     if config.capture_plan is None:
         return None
     plan, name = load_plan(config.capture_plan), f"the capture plan {config.capture_plan}"

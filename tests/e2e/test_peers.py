@@ -68,6 +68,7 @@ def test_given_rates_with_all_systems_in_turn(
 ) -> None:
     engines = install_fake_vllm(monkeypatch)
     monkeypatch.setattr("bench.peers.systems.installed_version", lambda _: "0.26.0")
+    monkeypatch.setenv("HOME", str(tmp_path))
     path = tmp_path / "peers.json"
     systems = ("vllm:512", "own:mixed:16", "vllm", "own:serial", f"openai:{server.url}")
     for_vllm = ("--vllm-option", "max_cudagraph_capture_size=1024", "--vllm-log", str(tmp_path / "log"))
@@ -88,6 +89,7 @@ def test_given_rates_with_all_systems_in_turn(
     assert (args.max_cudagraph_capture_size, args.max_model_len) == (1024, 53)
     assert not args.enable_prefix_caching
     assert (Path(args.model) / "config.json").is_file()
+    assert args.model not in path.read_text(encoding="utf-8"), "a kept result names no user"
 
     sweep = Sweep.read(path)
     assert sweep.finished
