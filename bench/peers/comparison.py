@@ -205,7 +205,7 @@ class Comparison:
                 with ExitStack() as stack:
                     self._start(group, stack)
                     runner.run(cells, warm_up=self._warm_up, measure=self._measure)
-        runner.finish()
+        self._sweep.finish()
 
     def _start(self, group: Sequence[Candidate], stack: ExitStack) -> None:
         self._systems = {}

@@ -290,7 +290,7 @@ def test_an_interrupted_sweep_resumes_in_rounds(path: Path) -> None:
         with contextlib.suppress(KeyboardInterrupt):
             runner.run(cells, warm_up=lambda cell: warm.append(cell.key.system), measure=measure)
             assert not runner.has_work(cells)
-            runner.finish()
+            sweep.finish()
         return sweep
 
     serve(5)

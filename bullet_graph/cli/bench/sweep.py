@@ -169,7 +169,7 @@ def sweep(
                     return measure(client, workload, arriving, slo=cell.slo, label=label).fields()
 
                 runner.run(cells, warm_up=prepare, measure=run)
-        runner.finish()
+        found.finish()
     except (KeyboardInterrupt, BulletGraphError) as error:
         # ConfigError: the file could not be written.
         if found.num_runs and not isinstance(error, ConfigError):

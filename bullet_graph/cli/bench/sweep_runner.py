@@ -65,12 +65,9 @@ def _require_figures(run: dict[str, Any]) -> dict[str, Any]:
 
 
 class SweepCell(BaseModel, frozen=True):
-    """The progress of one search; goodputs are those of :func:`~bullet_graph.perf.goodput_search.goodput_fields`.
+    """The progress of one search, with what :func:`~bullet_graph.perf.goodput_search.goodput_fields` says of its runs.
 
-    Attributes:
-        sustained: whether every run was long enough.
-        runs: the fields of each run, in the order of running: those of
-            :class:`~bullet_graph.perf.metrics.ReplayResult`, and what the system adds.
+    ``runs`` have the fields of :class:`~bullet_graph.perf.metrics.ReplayResult`, and what the system adds.
     """
 
     system: str
@@ -122,9 +119,8 @@ class Sweep(BaseModel):
         Settings and provenance, that of this machine and code, are in values that JSON has. The provenance's
         ``date_utc`` may differ when a sweep resumes. ``overwrite`` replaces a file that cannot be resumed.
 
-        Raises:
-            ConfigError: the file cannot be written; or, without ``overwrite``, it is finished, or of another sweep, or
-                not a sweep's file.
+        Raises ConfigError where the file cannot be written; or, without ``overwrite``, it is finished, of another
+        sweep, or not a sweep's file.
         """
         check_result_file(path, overwrite=True)
         here = _as_json(provenance)
@@ -145,10 +141,7 @@ class Sweep(BaseModel):
 
     @classmethod
     def read(cls, path: Path) -> "Sweep":
-        """Read a sweep's file, finished or not.
-
-        Raises ConfigError where it cannot be read, or is not a sweep's file of this format.
-        """
+        """Read a sweep's file, finished or not; ConfigError where it cannot be read, or is no such file."""
         try:
             return cls.model_validate_json(path.read_bytes())
         except (OSError, ValueError) as error:
@@ -368,18 +361,16 @@ class SweepRunner(Generic[S]):
             if cell.key not in warm:
                 warm_up(cell)
                 warm.add(cell.key)
-            at = "all at once" if rate >= FASTEST_RATE else f"{rate:.4g}/s"
-            label = (
-                f"run {self.sweep.num_runs + 1}, {cell.workload.name}, {cell.slo}, {cell.key.system}, {at}"
-            )
-            fields = measure(cell, rate, None if self._quiet else label)
+            at = "all at once" if rate >= FASTEST_RATE else f"at {rate:.4g}/s"
+            run = f"{cell.workload.name}, {cell.slo}, {cell.key.system}, {at}"
+            label = None if self._quiet else f"run {self.sweep.num_runs + 1}, {run}"
+            fields = measure(cell, rate, label)
             self.sweep.add_run(cell.key, fields)
             if not self._quiet:
-                self._print_run(cell, fields)
-
-    def finish(self) -> None:
-        """Mark the sweep as finished."""
-        self.sweep.finish()
+                met, tokens_per_s = 100 * fields["slo_attainment"], fields["output_throughput"]
+                unstable = ", unstable" if fields["stable"] is False else ""
+                figures = f"{met:.1f} % met, {tokens_per_s:,.0f} output tokens/s{unstable}"
+                click.echo(f"{run}: {figures}", err=True)
 
     def _next_rate(self, cell: Cell[S]) -> float | None:
         return None if self._is_given_up(cell) else cell.search.next_rate(self.sweep.cell(cell.key).rate_runs)
@@ -394,12 +385,3 @@ class SweepRunner(Generic[S]):
                 num_runs, seconds = num_runs + left, seconds + left * requests_for(rate) / rate
         if seconds >= 60 and not self._quiet:
             click.echo(f"at most {num_runs} runs, with {seconds / 60:,.0f} minutes of arrivals", err=True)
-
-    def _print_run(self, cell: Cell[S], fields: Mapping[str, Any]) -> None:
-        when = "all at once" if fields.get("all_at_once") else f"at {fields['request_rate']:.4g}/s"
-        unstable = ", unstable" if fields["stable"] is False else ""
-        click.echo(
-            f"{cell.workload.name}, {cell.slo}, {cell.key.system}, {when}: "
-            f"{100 * fields['slo_attainment']:.1f} % met, {fields['output_throughput']:,.0f} output tokens/s{unstable}",
-            err=True,
-        )
