@@ -59,11 +59,9 @@ class LazyGroup(click.Group):
     """
 
     def __init__(self, *, lazy: Mapping[str, tuple[str, str]], **arguments: Any) -> None:
-        super().__init__(**arguments)
+        stubs = {name: click.Command(name, short_help=line) for name, (_, line) in lazy.items()}
+        super().__init__(commands=stubs, **arguments)
         self._lazy = lazy
-
-    def list_commands(self, ctx: click.Context) -> list[str]:
-        return sorted({*super().list_commands(ctx), *self._lazy})
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in self._lazy:
@@ -85,10 +83,9 @@ class LazyGroup(click.Group):
         return found
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        lines = {name: command.get_short_help_str(80) for name, command in self.commands.items()}
-        lines |= {name: line for name, (_, line) in self._lazy.items()}
+        lines = [(name, self.commands[name].get_short_help_str(80)) for name in self.list_commands(ctx)]
         with formatter.section("Commands"):
-            formatter.write_dl([(name, lines[name]) for name in self.list_commands(ctx)])
+            formatter.write_dl(lines)
 
 
 def _current_name(name: str) -> str:
