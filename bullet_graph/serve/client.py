@@ -1,7 +1,4 @@
-"""A client for servers with OpenAI's completions interface: ``bullet-graph serve``, ``vllm serve``, SGLang.
-
-Needs aiohttp (extra ``bench``), but none of the server's libraries.
-"""
+"""A client for servers with OpenAI's completions interface, such as vLLM and SGLang. It needs aiohttp (an extra)."""
 
 import dataclasses
 import json
@@ -34,10 +31,7 @@ class OpenAiServer:
 
     @classmethod
     async def connect(cls, url: str, *, api_key: str | None = None) -> "OpenAiServer":
-        """Connect and ask for the server's model and version; ``url`` goes up to ``/v1``.
-
-        Raises ConfigError where there is no such server, or it does not name its model.
-        """
+        """Connect to a ``url`` up to ``/v1``; ConfigError where no such server is there, or it names no model."""
         session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=60),
@@ -84,7 +78,7 @@ class OpenAiServer:
         if self.settings.get("owned_by") == OWNER and request.slo != NO_TARGETS:
             targets = dataclasses.asdict(request.slo)
             body["slo"] = {name: value for name, value in targets.items() if value is not None}
-        counter = TokenCounter()
+        num_seen = 0
         async with self._session.post(f"{self._url}/completions", json=body) as response:
             if not response.ok:
                 text = (await response.text())[:_SHOWN_CHARACTERS]
@@ -93,8 +87,8 @@ class OpenAiServer:
                 data = line.strip().removeprefix(b"data:").strip()
                 if line.startswith(b"data:") and data != b"[DONE]":
                     chunk = json.loads(data)
-                    num_tokens = counter.new_tokens(chunk)
-                    if num_tokens:
+                    if num_tokens := new_tokens(chunk, num_seen):
+                        num_seen += num_tokens
                         yield _new_token_ids(chunk, num_tokens) if request.is_followed else [0] * num_tokens
 
     async def live(self) -> dict[str, Any]:
@@ -123,31 +117,23 @@ def _new_token_ids(chunk: Mapping[str, Any], num_tokens: int) -> Sequence[int]:
     return token_ids
 
 
-class TokenCounter:
-    """Counts the tokens of each chunk of one stream by its usage (``continuous_usage_stats``).
+def new_tokens(chunk: Mapping[str, Any], num_seen: int) -> int:
+    """Tokens of a stream's next chunk by its usage (``continuous_usage_stats``), after ``num_seen`` before it.
 
-    Without that, a chunk counts as one token, which the usage at the end must confirm.
+    Without that, a chunk counts as one token, which the usage at the end must confirm. RequestError if it does not, or
+    the chunk is an error.
     """
-
-    def __init__(self) -> None:
-        self._seen = 0
-
-    def new_tokens(self, chunk: Mapping[str, Any]) -> int:
-        """Tokens of the next chunk; RequestError if it is an error, or the final count differs."""
-        if chunk.get("error"):
-            raise RequestError(f"the server broke off: {str(chunk['error'])[:_SHOWN_CHARACTERS]}")
-        choices, usage = chunk.get("choices"), chunk.get("usage")
-        if not choices:
-            if usage and usage["completion_tokens"] != self._seen:
-                raise RequestError(
-                    f"the server's chunks held {usage['completion_tokens']} tokens, and {self._seen} were counted: "
-                    "it must give continuous_usage_stats, or one token a chunk"
-                )
-            return 0
-        if usage:
-            new: int = usage["completion_tokens"] - self._seen
-        else:
-            # A closing chunk may bring no token; in a text, a token may be no character yet.
-            new = 0 if choices[0].get("finish_reason") and not choices[0].get("text") else 1
-        self._seen += new
-        return new
+    if chunk.get("error"):
+        raise RequestError(f"the server broke off: {str(chunk['error'])[:_SHOWN_CHARACTERS]}")
+    choices, usage = chunk.get("choices"), chunk.get("usage")
+    if not choices:
+        if usage and usage["completion_tokens"] != num_seen:
+            raise RequestError(
+                f"the server's chunks held {usage['completion_tokens']} tokens, and {num_seen} were counted: "
+                "it must give continuous_usage_stats, or one token a chunk"
+            )
+        return 0
+    if usage:
+        return int(usage["completion_tokens"]) - num_seen
+    # A closing chunk may bring no token; in a text, a token may be no character yet.
+    return 0 if choices[0].get("finish_reason") and not choices[0].get("text") else 1

@@ -32,7 +32,7 @@ from bullet_graph.errors import DeviceError
 from bullet_graph.models.presets import PRESETS, load_model_config
 from bullet_graph.perf.goodput_search import GoodputSearch, RateRun
 from bullet_graph.perf.metrics import RequestMetrics, ServedRequest
-from bullet_graph.serve.client import TokenCounter
+from bullet_graph.serve.client import new_tokens
 from bullet_graph.slo import Slo
 from bullet_graph.workloads import Workload, WorkloadRequest
 
@@ -176,8 +176,10 @@ def chunk(text: str = "x", usage: int | None = None, finish: str | None = None) 
 
 
 def counted(chunks: Sequence[dict[str, Any]]) -> list[int]:
-    counter = TokenCounter()
-    return [counter.new_tokens(json.loads(json.dumps(c))) for c in chunks]
+    counts: list[int] = []
+    for each in chunks:
+        counts.append(new_tokens(json.loads(json.dumps(each)), sum(counts)))
+    return counts
 
 
 def end(usage: int) -> dict[str, Any]:
