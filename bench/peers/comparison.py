@@ -197,7 +197,7 @@ class Comparison:
             EngineDeadError: a system failed as a whole.
             WorkloadError: a system could serve none of a run's requests.
         """
-        runner = SweepRunner(self._cells, self._sweep, is_given_up=self._is_beaten)
+        runner = SweepRunner(self._sweep, is_given_up=self._is_beaten)
         for group in self._groups:
             cells = [cell for cell in self._cells if cell.system in group]
             if runner.has_work(cells):

@@ -276,7 +276,7 @@ def test_an_interrupted_sweep_resumes_in_rounds(path: Path) -> None:
         sweep = Sweep.open(path, settings={}, provenance={}, overwrite=False)
         cells = cells_of("conv~8", "code~10")
         runner = SweepRunner(
-            cells, sweep, is_given_up=lambda cell: sweep.cell(cell.key).goodput_90_below == 10, quiet=True
+            sweep, is_given_up=lambda cell: sweep.cell(cell.key).goodput_90_below == 10, quiet=True
         )
 
         def measure(cell: Cell[Policy], rate: float, label: str | None) -> dict[str, float]:
@@ -311,7 +311,7 @@ def test_the_time_is_told_before(path: Path, capsys: pytest.CaptureFixture[str])
     def measure(_: Cell[Policy], rate: float, __: str | None) -> dict[str, Any]:
         return run_at(rate, stable=rate < 12, output_throughput=1.0)
 
-    SweepRunner(cells, sweep).run(cells, warm_up=lambda _: None, measure=measure)
+    SweepRunner(sweep).run(cells, warm_up=lambda _: None, measure=measure)
     lines = capsys.readouterr().err.splitlines()
     assert lines[0] == "at most 3 runs, with 6 minutes of arrivals"
     assert [line.endswith(", unstable") for line in lines[1:]] == [False, False, True]

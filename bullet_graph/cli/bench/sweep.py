@@ -151,7 +151,7 @@ def sweep(
         "device_name": provenance["device_name"],
     }
     found = Sweep.open(output_json, settings=settings, provenance=provenance, overwrite=overwrite)
-    runner = SweepRunner(cells, found, quiet=as_json)
+    runner: SweepRunner[Policy] = SweepRunner(found, quiet=as_json)
     try:
         if runner.has_work(cells):
             with open_engine(opened, quiet=as_json) as engine:

@@ -319,6 +319,7 @@ def make_cells(
     return list(cells.values())
 
 
+@dataclass(frozen=True, slots=True)
 class SweepRunner(Generic[S]):
     """Serves the cells of a sweep, or what is left of them, and appends each run to the file.
 
@@ -326,18 +327,9 @@ class SweepRunner(Generic[S]):
     interrupted sweep has something of each. A cell that ``is_given_up`` is not searched to the end.
     """
 
-    def __init__(
-        self,
-        cells: Sequence[Cell[S]],
-        sweep: Sweep,
-        *,
-        is_given_up: Callable[[Cell[S]], bool] = lambda _: False,
-        quiet: bool = False,
-    ) -> None:
-        self.cells = cells
-        self.sweep = sweep
-        self._is_given_up = is_given_up
-        self._quiet = quiet
+    sweep: Sweep
+    is_given_up: Callable[[Cell[S]], bool] = lambda _: False
+    quiet: bool = False
 
     def has_work(self, cells: Sequence[Cell[S]]) -> bool:
         """Whether a run of these cells is left."""
@@ -363,17 +355,17 @@ class SweepRunner(Generic[S]):
                 warm.add(cell.key)
             at = "all at once" if rate >= FASTEST_RATE else f"at {rate:.4g}/s"
             run = f"{cell.workload.name}, {cell.slo}, {cell.key.system}, {at}"
-            label = None if self._quiet else f"run {self.sweep.num_runs + 1}, {run}"
+            label = None if self.quiet else f"run {self.sweep.num_runs + 1}, {run}"
             fields = measure(cell, rate, label)
             self.sweep.add_run(cell.key, fields)
-            if not self._quiet:
+            if not self.quiet:
                 met, tokens_per_s = 100 * fields["slo_attainment"], fields["output_throughput"]
                 unstable = ", unstable" if fields["stable"] is False else ""
                 figures = f"{met:.1f} % met, {tokens_per_s:,.0f} output tokens/s{unstable}"
                 click.echo(f"{run}: {figures}", err=True)
 
     def _next_rate(self, cell: Cell[S]) -> float | None:
-        return None if self._is_given_up(cell) else cell.search.next_rate(self.sweep.cell(cell.key).rate_runs)
+        return None if self.is_given_up(cell) else cell.search.next_rate(self.sweep.cell(cell.key).rate_runs)
 
     def _print_estimate(self, cells: Sequence[Cell[S]]) -> None:
         """Show, on stderr, how long the arrivals of all runs that are left may last, if that is a minute or more."""
@@ -383,5 +375,5 @@ class SweepRunner(Generic[S]):
             if rate is not None and rate < FASTEST_RATE:
                 left = cell.search.max_runs - len(self.sweep.cell(cell.key).runs)
                 num_runs, seconds = num_runs + left, seconds + left * requests_for(rate) / rate
-        if seconds >= 60 and not self._quiet:
+        if seconds >= 60 and not self.quiet:
             click.echo(f"at most {num_runs} runs, with {seconds / 60:,.0f} minutes of arrivals", err=True)
