@@ -57,6 +57,9 @@ class EngineCore:
         self._num_sms = executor.num_sms
         self._num_missing_graphs = executor.num_missing_graphs
         self._no_capture_before_s = 0.0
+        # When the decode lane's last forward was launched, and when the next one may be if the plan sets an interval.
+        self._decode_start_s = 0.0
+        self._wake_s: float | None = None
         self._num_steps = 0
         self._prediction = 0.0, 0.0
         self._num_prompt_tokens = self._num_output_tokens = 0
@@ -96,6 +99,11 @@ class EngineCore:
         if self._num_missing_graphs:
             self._prepare_between()
         heads = self.in_flight.heads()
+        if self._wake_s is not None:
+            until_s = self._wake_s if until_s is None else min(until_s, self._wake_s)
+            if not heads:
+                self.executor.sleep_until(until_s)
+                return []
         if not heads:
             if self.requests:
                 # A bug.
@@ -192,7 +200,7 @@ class EngineCore:
     # ---- launching ----
 
     def _launch(self) -> None:
-        depth = self.executor.max_in_flight
+        depth, self._wake_s = self.executor.max_in_flight, None
         while any(len(self.in_flight[lane]) < depth for lane in LANES):
             load = self._load()
             plan, launched = self._follow(load)
@@ -209,6 +217,9 @@ class EngineCore:
         plan = self.planner.plan(load)
         if self.trace is not None:
             self.trace.decided(load, plan)
+        if plan.interval_ms and (next_s := self._decode_start_s + plan.interval_ms / 1e3) > load.now_s:
+            self._wake_s = next_s
+            return plan, False
         launched = False
         # Decode first, as its rows may need the blocks of a prompt that is idle now.
         for lane, launch in (("decode", self._decode_step), ("prefill", self._prefill_slice)):
@@ -276,6 +287,8 @@ class EngineCore:
         self.in_flight.launching = scheduled.step, placement, now
         if scheduled.scored:
             predicted_ms = None  # made for chunks of which one row has logits
+        if lane == "decode":
+            self._decode_start_s = now
         ticket = self.executor.launch(scheduled.step, placement)
         self.in_flight.launching = None
         beside = bool(self.in_flight[other_lane(lane)])
@@ -290,7 +303,7 @@ class EngineCore:
         if start_s < self._no_capture_before_s:
             return
         spare = spare_ms(
-            self._load(timed=True),
+            self._load(),
             self.in_flight.awaited_s(start_s),
             ms_per_token=self.planner.prefill_ms_per_token,
             layers=self._num_layers,
@@ -302,21 +315,18 @@ class EngineCore:
 
     # ---- what there is to do ----
 
-    def _load(self, *, timed: bool = False) -> Load:
-        """The work there is; ``timed`` counts TPOT targets even if nothing contends with decode."""
+    def _load(self) -> Load:
         now_s, queue = self.executor.now(), self.scheduler.queue
         prompts = self._prompts = self.scheduler.prompts(now_s, self.planner.prefill_ms_per_token)
         self._decoding = self.scheduler.decoding()
         rows = [*self._decoding, *self._decoding_next()]
-        # Targets matter only where there is something to share the device with.
-        bound = rows if timed or prompts or self._chunk is not None else ()
         steps_left = None
         if queue.longest_first:
             # With the longest first, no prompt out of sight has more.
             steps_left = max((s.max_tokens - s.num_tokens for s in (*rows, *prompts)), default=0)
         return Load(
             now_s=now_s,
-            decode=self._decode_load(rows, bound, now_s) if rows else None,
+            decode=self._decode_load(rows, now_s) if rows else None,
             prompts=tuple(map(prompt_load, prompts)),
             queued_tokens=queue.num_tokens,
             chunk=None if self._chunk is None else self._chunk[1],
@@ -333,8 +343,7 @@ class EngineCore:
                         if waits and sequence.num_tokens < sequence.max_tokens:
                             yield sequence
 
-    def _decode_load(self, rows: list[Sequence], bound: Iterable[Sequence], now_s: float) -> DecodeLoad:
-        """The sequences that decode; only the targets of ``bound`` count."""
+    def _decode_load(self, rows: list[Sequence], now_s: float) -> DecodeLoad:
         due_s = self.in_flight.due_s("decode", now_s)
         return decode_load(
             [
@@ -344,7 +353,7 @@ class EngineCore:
                     s.max_tokens - s.num_tokens,
                     tpot_ms,
                 )
-                for s in bound
+                for s in rows
                 if (tpot_ms := s.slo.tpot_ms) is not None
             ],
             len(rows),

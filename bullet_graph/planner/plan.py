@@ -110,6 +110,7 @@ class Plan:
         chunk_tokens: most prompt rows of the next chunk; 0 starts none.
         decode_ms, slice_ms: predicted device times of the decode lane's next forward and of the next slice; None
             without a prediction.
+        interval_ms: least time from the decode lane's last launch to this one, to save energy; 0 for none.
         options: those weighed; empty if there was no choice.
     """
 
@@ -121,5 +122,6 @@ class Plan:
     partition: SmPartition = WHOLE_GPU
     decode_ms: float | None = None
     slice_ms: float | None = None
+    interval_ms: float = 0.0
     bound: Bound = "nothing"
     options: tuple[Option, ...] = ()

@@ -90,9 +90,9 @@ class Planner:
         if not load.prompts and load.chunk is None:
             if decode is None or predictor is None:
                 return Plan("solo", decode=decode is not None)
-            return Plan(
-                "solo", decode=True, decode_ms=predictor.decode_ms(decode.batch_size, decode.kv_tokens)
-            )
+            ms = predictor.decode_ms(decode.batch_size, decode.kv_tokens)
+            interval_ms = self._unhurried_ms(decode, ms) if self.policy.name == "auto" else 0.0
+            return Plan("solo", decode=True, decode_ms=ms, interval_ms=interval_ms)
         if predictor is None:
             return self._unpredicted(decode)
         backlog = Backlog(load, predictor)
@@ -135,6 +135,16 @@ class Planner:
         ms = backlog.alone_ms(tokens, policy)
         self._note_rate(tokens / ms)
         return ms
+
+    def _unhurried_ms(self, decode: DecodeLoad, step_ms: float) -> float:
+        """The interval between steps of decode alone that targets allow, or 0 if a step lasts as long.
+
+        The slower the steps, the more sequences share one, and with it the energy that reading the weights takes.
+        """
+        allowed_ms = TUNING.unhurried_share * min(decode.budget_ms, decode.target_ms)
+        if step_ms < allowed_ms < math.inf:
+            return min(allowed_ms, TUNING.unhurried_ratio * step_ms)
+        return 0.0
 
     # ---- a forced policy ----
 

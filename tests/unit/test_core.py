@@ -3,6 +3,7 @@
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 from core_loop import MODEL, NUM_LAYERS, Arrival, CheckedExecutor, CoreLoop, Launch, arrivals
@@ -309,6 +310,26 @@ def test_a_chunk_cut_short_says_nothing_of_the_prediction(prompt_tokens: int, is
     loop.add(prompt_tokens, 5)
     loop.run()
     assert planner.observed == [("mixed", "slice", 7.0)] * is_whole + [("mixed", "step", 3.0)]
+
+
+def test_decode_alone_is_unhurried_until_a_prompt_comes() -> None:
+    slo = Slo(ttft_ms=500, tpot_ms=100)
+
+    def launch_times(*requests: Arrival) -> list[float]:
+        executor = CheckedExecutor()
+        CoreLoop("auto", executor=executor).run(arrivals=requests)
+        return [launch.time_s for launch in executor.launches]
+
+    first: Arrival = (0.0, 10, 20, slo)
+    alone = launch_times(first)
+    step_s = MODEL.decode(1, 20).ms / 1e3
+    gaps = [later - earlier for earlier, later in pairwise(alone)]
+    assert gaps[2:] == pytest.approx([TUNING.unhurried_ratio * step_s] * len(gaps[2:]), rel=0.02)
+    assert len(gaps) >= 18
+    in_a_pause_s = alone[10] - 0.1 * step_s
+    both = launch_times(first, (in_a_pause_s, 100, 1, slo))
+    assert both[:10] == alone[:10]
+    assert both[10] == pytest.approx(in_a_pause_s, abs=1e-4)
 
 
 def test_a_planner_that_launches_nothing_is_an_error_not_an_endless_loop() -> None:

@@ -30,6 +30,33 @@ class TestWithoutChoice:
         assert plan.decode_ms == pytest.approx(7.32, abs=0.1)
         assert plan.bound == "nothing"
 
+    @pytest.mark.parametrize(
+        ("tpot", "budget", "expected"),
+        [
+            (200.0, None, "a multiple of the step's time"),
+            (15.0, None, "a share of the target"),
+            (15.0, 13.0, "a share of the budget"),
+            (15.0, 12.0, "none"),
+            (200.0, -5.0, "none"),
+            (math.inf, None, "none"),
+        ],
+    )
+    def test_decode_alone_takes_the_time_that_targets_allow(
+        self, tpot: float, budget: float | None, expected: str
+    ) -> None:
+        load = load_of(decoding(64, tpot=tpot, budget=budget))
+        plan = planner("auto").plan(load)
+        assert plan.decode_ms == pytest.approx(7.32, abs=0.1)
+        intervals = {
+            "a multiple of the step's time": TUNING.unhurried_ratio * plan.decode_ms,
+            "a share of the target": TUNING.unhurried_share * tpot,
+            "a share of the budget": TUNING.unhurried_share * (budget or tpot),
+            "none": 0.0,
+        }
+        assert plan.interval_ms == intervals[expected]
+        assert planner("mixed").plan(load).interval_ms == 0.0
+        assert planner("auto").plan(load_of(decoding(64, tpot=tpot), 100)).interval_ms == 0.0
+
     @pytest.mark.parametrize("policy", ["mixed", "split", "auto"])
     def test_prompts_only_run_as_whole_chunks_on_the_decode_lane(self, policy: str) -> None:
         plan = planner(policy).plan(load_of(None, 1000, 2000))
