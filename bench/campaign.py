@@ -65,9 +65,7 @@ def read_campaign(path: Path) -> tuple[Job, ...]:
         ) from error
     names = [job.name for job in jobs]
     if not jobs or len(set(names)) < len(names) or not all(job.commands for job in jobs):
-        raise ConfigError(
-            f"{path}: a campaign needs jobs of different names, each with commands; found {names}"
-        )
+        raise ConfigError(f"{path}: a campaign needs jobs of different names, each with commands; found {names}")
     return jobs
 
 
@@ -80,16 +78,12 @@ class Campaign:
         time_limit_s: running commands are interrupted then, and none begins.
     """
 
-    def __init__(
-        self, jobs: Sequence[Job], gpus: Sequence[int | None], results: Path, *, time_limit_s: float
-    ) -> None:
+    def __init__(self, jobs: Sequence[Job], gpus: Sequence[int | None], results: Path, *, time_limit_s: float) -> None:
         self._jobs = jobs
         self._results = results
         self._deadline_s = time.monotonic() + time_limit_s
         self._notes = results / "campaign.json"
-        self._done: set[str] = (
-            set(json.loads(self._notes.read_text("utf-8"))) if self._notes.exists() else set()
-        )
+        self._done: set[str] = set(json.loads(self._notes.read_text("utf-8"))) if self._notes.exists() else set()
         self._lock = threading.Lock()
         self._free: queue.SimpleQueue[int | None] = queue.SimpleQueue()
         for gpu in gpus:
@@ -98,9 +92,7 @@ class Campaign:
     def run(self) -> list[Outcome]:
         """Run all that is left; returns the outcome of every command, in the campaign's order."""
         outcomes: dict[str, list[Outcome]] = {}
-        threads = [
-            threading.Thread(target=self._run_job, args=(job, outcomes), name=job.name) for job in self._jobs
-        ]
+        threads = [threading.Thread(target=self._run_job, args=(job, outcomes), name=job.name) for job in self._jobs]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -162,9 +154,7 @@ class Campaign:
 @click.option("--results", type=click.Path(path_type=Path, file_okay=False), required=True)
 @click.option("--gpus", default="0", show_default=True, help="Indices of GPUs, such as 0,1,2; cpu for none.")
 @click.option("--only", default="", metavar="NAME,…", help="Run these jobs alone.")
-@click.option(
-    "--time-limit-s", type=click.FloatRange(min=0), default=float("inf"), help="Stop after this time."
-)
+@click.option("--time-limit-s", type=click.FloatRange(min=0), default=float("inf"), help="Stop after this time.")
 def main(campaign: Path, results: Path, gpus: str, only: str, time_limit_s: float) -> None:
     """Run a campaign; the same command continues it.
 
@@ -177,9 +167,7 @@ def main(campaign: Path, results: Path, gpus: str, only: str, time_limit_s: floa
         wanted = {name for name in only.split(",") if name}
         unknown = sorted(wanted - {job.name for job in jobs})
         if unknown:
-            raise ConfigError(
-                f"{campaign} has no job {unknown[0]!r}: it has {', '.join(j.name for j in jobs)}"
-            )
+            raise ConfigError(f"{campaign} has no job {unknown[0]!r}: it has {', '.join(j.name for j in jobs)}")
         indices = [None] if gpus == "cpu" else _indices(gpus)
     except BulletGraphError as error:
         raise click.UsageError(str(error)) from error

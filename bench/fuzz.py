@@ -133,9 +133,7 @@ def attack_socket(url: str, rng: random.Random, findings: Findings) -> None:
 def attack_reader(url: str, rng: random.Random, findings: Findings) -> None:
     """Ask for streams and do not read them, or go away in the middle."""
     body = json.dumps(GOOD | {"stream": True, "max_tokens": 200, "n": rng.choice([1, 8])}).encode()
-    head = (
-        f"POST /v1/completions HTTP/1.1\r\nHost: {urlsplit(url).netloc}\r\nContent-Type: application/json\r\n"
-    )
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: {urlsplit(url).netloc}\r\nContent-Type: application/json\r\n"
     parts = urlsplit(url)
     with socket.create_connection((parts.hostname, parts.port), timeout=1) as peer, suppress(OSError):
         peer.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
@@ -202,9 +200,7 @@ def attack_all(url: str, seconds: float, seed: int, results: "multiprocessing.Qu
     """Every attack at once, until the time is over."""
     be_modest()
     findings, end_s = Findings(), time.monotonic() + seconds
-    threads = [
-        threading.Thread(target=attack_until, args=(name, url, end_s, seed, findings)) for name in ATTACKS
-    ]
+    threads = [threading.Thread(target=attack_until, args=(name, url, end_s, seed, findings)) for name in ATTACKS]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -250,9 +246,7 @@ def changed(data: bytes, rng: random.Random) -> bytes:
         elif kind == 2:
             result[at:at] = result[at : at + length] * rng.choice([1, 100])
         else:
-            result[at:at] = rng.choice(
-                [b"\0", b"9" * length, b'"', b"[" * length, b"../", b"{}", b"-", b"e9"]
-            )
+            result[at:at] = rng.choice([b"\0", b"9" * length, b'"', b"[" * length, b"../", b"{}", b"-", b"e9"])
     return bytes(result)
 
 
@@ -322,9 +316,7 @@ def read_model(folder: Path) -> None:
         pass
 
 
-def fuzz_files(
-    seconds: float, seed: int, results: "multiprocessing.Queue[tuple[dict[str, int], list[str]]]"
-) -> None:
+def fuzz_files(seconds: float, seed: int, results: "multiprocessing.Queue[tuple[dict[str, int], list[str]]]") -> None:
     """Read changed files until the time is over."""
     be_modest()
     rng, counts, problems = random.Random(seed), Counter[str](), list[str]()
@@ -396,9 +388,7 @@ def fuzz(seconds: float, seed: int, max_stall_ms: float, max_growth_mib: float) 
     )
     growth_mib = (last - settled) / 2**20
     if growth_mib > max_growth_mib:
-        findings.problems.append(
-            f"resident memory grew by {growth_mib:.0f} MiB of {max_growth_mib:g} allowed"
-        )
+        findings.problems.append(f"resident memory grew by {growth_mib:.0f} MiB of {max_growth_mib:g} allowed")
     ordered = sorted(seen.health_ms)
     return {
         "seconds": seconds,

@@ -18,8 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 LATENCY = (
-    "latency --model {model} --max-model-len 8192 --input-len 968 --output-len 64 "
-    "--num-iters 3 --num-iters-warmup 1"
+    "latency --model {model} --max-model-len 8192 --input-len 968 --output-len 64 --num-iters 3 --num-iters-warmup 1"
 )
 THROUGHPUT = "throughput --model {model} --max-model-len 20000"
 
@@ -66,9 +65,7 @@ def main(model: str, only: str, repeats: int, output_json: Path) -> None:
         device = result["device"]
         if "decode_step_ms" in result:
             label = f"decode step, batch {result['batch_size']}"
-            figure = (
-                f"{result['decode_step_ms']['p50']:.3f} ms, {result['share_of_copy_percent']:.1f} % of copy"
-            )
+            figure = f"{result['decode_step_ms']['p50']:.3f} ms, {result['share_of_copy_percent']:.1f} % of copy"
         else:
             label = f"{result['trace']}, {result['policy']}"
             figure = f"{result['elapsed_time']:.2f} s, {result['tokens_per_second']:,.0f} tok/s"

@@ -145,9 +145,7 @@ def host_time(engine: Engine, policy: str, slo: Slo, steps: int, running: int) -
 @click.option("--policies", default=STEADY_POLICIES, show_default=True, help="Of the steady load.")
 @click.option("--host-policies", default=HOST_POLICIES, show_default=True, help="Of the host's time.")
 @click.option("--num-long", type=click.IntRange(min=1), default=30, show_default=True, help="Long prompts.")
-@click.option(
-    "--steps", type=click.IntRange(min=1), default=600, show_default=True, help="Of the host's time."
-)
+@click.option("--steps", type=click.IntRange(min=1), default=600, show_default=True, help="Of the host's time.")
 @click.option("--output-json", type=click.Path(path_type=Path, dir_okay=False, writable=True), required=True)
 def main(
     model: str,

@@ -41,9 +41,7 @@ from bullet_graph.workloads import load_workload
 
 BENCH = Path(__file__).resolve().parent
 BARE_WAY = "in turn, with passes"
-LATENCIES = tuple(
-    f"{label}_{name}_ms" for name in ("ttft", "tpot", "itl") for label in ("median", "p90", "p99")
-)
+LATENCIES = tuple(f"{label}_{name}_ms" for name in ("ttft", "tpot", "itl") for label in ("median", "p90", "p99"))
 LESS_IS_BETTER = (*LATENCIES, "joules_per_token")
 SAME = 1.02
 """Figures closer than this factor are not called worse."""
@@ -162,9 +160,7 @@ def decode_rows(sources: Sequence[Source]) -> Iterator[Row]:
         for one in source.entries:
             if "decode_step_ms" in one and "share_of_copy_percent" in one:
                 size = one["batch_size"]
-                newest[size] = max(
-                    newest.get(size, ("", source, one)), (source.date, source, one), key=lambda t: t[0]
-                )
+                newest[size] = max(newest.get(size, ("", source, one)), (source.date, source, one), key=lambda t: t[0])
     for size, (_, source, one) in sorted(newest.items()):
         step_ms = one["decode_step_ms"]["p50"]
         context = one["input_len"] + one["output_len"] // 2
@@ -378,9 +374,7 @@ def _draw_starts(sources: Sequence[Source]) -> bytes:
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
-@click.option(
-    "--results", type=click.Path(path_type=Path), default=BENCH / "results" / "h200", help="JSON files."
-)
+@click.option("--results", type=click.Path(path_type=Path), default=BENCH / "results" / "h200", help="JSON files.")
 @click.option("--output", type=click.Path(path_type=Path), default=BENCH / "REPORT.md", help="The report.")
 @click.option("--check", is_flag=True, help="Write nothing; exit 1 if the report on disk is another.")
 def main(results: Path, output: Path, check: bool) -> None:

@@ -142,9 +142,7 @@ def main(
         engine = measure("bench", "online", *of_engine, *load, *targets)
         click.echo(f"repeat {repeat + 1} of {repeats}: by HTTP", err=True)
         with server(*of_engine, *(("--slo", slo) if slo else ())) as url:
-            runs.append(
-                {"engine": engine, "server": measure("bench", "serve", "--base-url", url, *load, *targets)}
-            )
+            runs.append({"engine": engine, "server": measure("bench", "serve", "--base-url", url, *load, *targets)})
         result = {"seconds": time.time() - started, "comparison": compare(runs), "runs": runs}
         # Written after each, so that a run that is cut short keeps what it has.
         write_result_file(output_json, to_json(result))
@@ -155,9 +153,7 @@ def main(
     Console().print(table)
     worst = max(comparison[name]["percent"] or -math.inf for name in COMPARED)
     if worst > limit_percent:
-        raise click.ClickException(
-            f"the server's medians are up to {worst:.1f} % above, more than {limit_percent:g} %"
-        )
+        raise click.ClickException(f"the server's medians are up to {worst:.1f} % above, more than {limit_percent:g} %")
 
 
 if __name__ == "__main__":

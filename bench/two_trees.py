@@ -82,9 +82,7 @@ def serve_tasks() -> None:
     slo = Slo(ttft_ms=500, tpot_ms=15)
     chosen = settings.pop("policy")
     start_s = time.perf_counter()
-    engine = Engine(
-        **settings, **{policy: chosen}, load_format="dummy", slo=slo if chosen == "auto" else Slo()
-    )
+    engine = Engine(**settings, **{policy: chosen}, load_format="dummy", slo=slo if chosen == "auto" else Slo())
     start = {
         "start_s": time.perf_counter() - start_s,
         "provenance": dataclasses.asdict(collect_provenance(engine.device_name)),
@@ -104,9 +102,7 @@ def run(engine: Any, requests: Sequence[Request], slo: Any, *, decode: bool) -> 
     from bullet_graph import SamplingParams  # noqa: PLC0415
 
     rng = np.random.default_rng(0)
-    prompts = [
-        rng.integers(0, engine.model_config.vocab_size, size=tokens).tolist() for _, tokens, _ in requests
-    ]
+    prompts = [rng.integers(0, engine.model_config.vocab_size, size=tokens).tolist() for _, tokens, _ in requests]
     outputs: dict[str, Any] = {}
     waiting = list(enumerate(requests))[::-1]
     start_s = engine.now()
@@ -137,9 +133,7 @@ def run(engine: Any, requests: Sequence[Request], slo: Any, *, decode: bool) -> 
     }
 
 
-def make_tasks(
-    batches: Sequence[int], at_once: Sequence[str], rates: Sequence[str], seed: int
-) -> dict[str, Any]:
+def make_tasks(batches: Sequence[int], at_once: Sequence[str], rates: Sequence[str], seed: int) -> dict[str, Any]:
     """The tasks by name: ``decode 64``, ``azure:conv=600``, ``azure:conv=600@20``."""
     from bullet_graph.workloads.load import load_workload  # noqa: PLC0415
 
@@ -150,14 +144,8 @@ def make_tasks(
     for name in (*at_once, *rates):
         trace, _, number = name.partition("=")
         count, _, rate = number.partition("@")
-        gaps = (
-            np.random.default_rng(seed).exponential(1 / float(rate), int(count))
-            if rate
-            else np.zeros(int(count))
-        )
-        lengths = [
-            (r.prompt_tokens, r.output_tokens) for r in load_workload(trace, num_requests=int(count)).requests
-        ]
+        gaps = np.random.default_rng(seed).exponential(1 / float(rate), int(count)) if rate else np.zeros(int(count))
+        lengths = [(r.prompt_tokens, r.output_tokens) for r in load_workload(trace, num_requests=int(count)).requests]
         arrivals = np.cumsum(gaps).tolist()
         tasks[name] = {
             "kind": "replay",
@@ -174,13 +162,9 @@ def make_tasks(
 @click.option("--kv-gib", default=36, show_default=True, help="KV cache of each engine.")
 @click.option("--decode", "batches", multiple=True, type=int, default=(1, 64, 256), show_default=True)
 @click.option("--at-once", multiple=True, default=("azure:conv=600", "azure:code=400"), show_default=True)
-@click.option(
-    "--rate", "rates", multiple=True, default=("azure:conv=500@20", "azure:code=300@10"), show_default=True
-)
+@click.option("--rate", "rates", multiple=True, default=("azure:conv=500@20", "azure:code=300@10"), show_default=True)
 @click.option("--rounds", default=3, show_default=True)
-@click.option(
-    "--time-budget-s", default=500.0, show_default=True, help="Begin no further task after this time."
-)
+@click.option("--time-budget-s", default=500.0, show_default=True, help="Begin no further task after this time.")
 @click.option("--seed", default=7, show_default=True)
 @click.option("--output-json", type=click.Path(path_type=Path))
 @click.option("--worker", is_flag=True, hidden=True)
@@ -258,9 +242,7 @@ def ratios(runs: Sequence[dict[str, Any]], names: Sequence[str]) -> list[dict[st
     """Second tree over first tree, of the medians over rounds."""
     rows = []
     measured = [r for r in runs if r["round"] >= 0]
-    for task, figure in sorted(
-        {(r["task"], k) for r in measured for k in r if k not in ("round", "task", "tree")}
-    ):
+    for task, figure in sorted({(r["task"], k) for r in measured for k in r if k not in ("round", "task", "tree")}):
         of_tree = [[r[figure] for r in measured if (r["task"], r["tree"]) == (task, name)] for name in names]
         values = [statistics.median(found) for found in of_tree]
         ratio = values[1] / values[0] if values[0] else None

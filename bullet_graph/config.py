@@ -50,17 +50,13 @@ class Policy:
 
     def __post_init__(self) -> None:
         if self.name not in get_args(PolicyChoice):
-            raise ConfigError(
-                f"a policy's name must be one of {', '.join(get_args(PolicyChoice))}, got {self.name!r}"
-            )
+            raise ConfigError(f"a policy's name must be one of {', '.join(get_args(PolicyChoice))}, got {self.name!r}")
         for name, policies in (("chunk_tokens", ("serial", "mixed")), ("decode_sms", ("split",))):
             value = getattr(self, name)
             if value is not None:
                 _require_count(f"a policy's {name}", value)
                 if self.name not in policies:
-                    raise ConfigError(
-                        f"a policy's {name} goes with {' or '.join(policies)}, not with {self.name}"
-                    )
+                    raise ConfigError(f"a policy's {name} goes with {' or '.join(policies)}, not with {self.name}")
 
     @classmethod
     def parse(cls, text: str) -> "Policy":
@@ -245,8 +241,7 @@ class EngineConfig:
     )
     compile: bool = setting(
         False,
-        "On the CPU: fuse the two compiled parts of each layer with torch.compile. Captured steps on a GPU always "
-        "are.",
+        "On the CPU: fuse the two compiled parts of each layer with torch.compile. Captured steps on a GPU always are.",
     )
     cpu_threads: int | None = setting(
         None,
@@ -353,9 +348,7 @@ class EngineConfig:
     def predicts(self) -> bool:
         """Whether the policy predicts from a performance model: ``mixed`` does under a TPOT target, without a size."""
         policy = self.policy
-        sized_by_target = (
-            policy.name == "mixed" and policy.chunk_tokens is None and self.slo.tpot_ms is not None
-        )
+        sized_by_target = policy.name == "mixed" and policy.chunk_tokens is None and self.slo.tpot_ms is not None
         return policy.uses_prefill_lane or sized_by_target
 
     @property

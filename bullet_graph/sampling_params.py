@@ -147,8 +147,7 @@ class SamplingParams:
         max_tokens = self.max_tokens if _is_int(self.max_tokens) else 0
         words = _items(self.bad_words)
         are_stops, are_words = (
-            texts is not None and all(isinstance(text, str) and text for text in texts)
-            for texts in (stops, words)
+            texts is not None and all(isinstance(text, str) and text for text in texts) for texts in (stops, words)
         )
         are_ids = ids is not None and all(_is_int(i, 0) for i in ids)
         are_biases = biases is not None and len(biases) <= MAX_BIASED_TOKENS and all(map(_is_bias, biases))
@@ -230,9 +229,7 @@ def _is_real(value: object, least: float, most: float) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and least <= value <= most
 
 
-def _is_int(
-    value: object, least: float = -math.inf, most: float = math.inf, *, or_none: bool = False
-) -> bool:
+def _is_int(value: object, least: float = -math.inf, most: float = math.inf, *, or_none: bool = False) -> bool:
     if value is None:
         return or_none
     return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most

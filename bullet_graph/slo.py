@@ -30,9 +30,7 @@ class Slo:
             if value is not None and not (
                 isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < math.inf
             ):
-                raise ConfigError(
-                    f"the target {field.name} must be a positive number of milliseconds, got {value!r}"
-                )
+                raise ConfigError(f"the target {field.name} must be a positive number of milliseconds, got {value!r}")
 
     @classmethod
     def parse(cls, texts: Iterable[str]) -> "Slo":
@@ -44,9 +42,7 @@ class Slo:
                 raise ConfigError(f"{text!r} is no latency target: write {_FORMS}")
             name = f"{match[1]}_ms_per_token" if match[4] else f"{match[1]}_ms"
             if name in targets:
-                raise ConfigError(
-                    f"the target {name} is given twice, the second time as {text!r}: give it once"
-                )
+                raise ConfigError(f"the target {name} is given twice, the second time as {text!r}: give it once")
             targets[name] = float(match[2])
         return cls(**targets)
 

@@ -119,9 +119,7 @@ def write_tokenizer(folder: Path, *, vocab_size: int = 300) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
 
 
-def _config(
-    family: Family, vocab_size: int, num_layers: int, tie: bool, changes: dict[str, Any]
-) -> PretrainedConfig:
+def _config(family: Family, vocab_size: int, num_layers: int, tie: bool, changes: dict[str, Any]) -> PretrainedConfig:
     shape = {
         "vocab_size": vocab_size,
         "hidden_size": 64,

@@ -49,9 +49,7 @@ class Launch:
     def rows(self) -> int:
         """Of the step."""
         prefill, decode = self.step.prefill, self.step.decode
-        return (0 if prefill is None else len(prefill.token_ids)) + (
-            0 if decode is None else len(decode.slots)
-        )
+        return (0 if prefill is None else len(prefill.token_ids)) + (0 if decode is None else len(decode.slots))
 
 
 @dataclass
@@ -132,9 +130,7 @@ class CheckedExecutor(SimulatedExecutor):
         return lane_masks(partition, num_tpcs=MODEL.num_sms // SMS_PER_TPC)[lane].bits
 
     def wait(self, ticket: int) -> StepResult:
-        (lane,) = (
-            lane for lane, flights in self.in_flight.items() if flights and flights[0].ticket == ticket
-        )
+        (lane,) = (lane for lane, flights in self.in_flight.items() if flights and flights[0].ticket == ticket)
         launch = self.in_flight[lane].popleft()
         device_ms = super().wait(ticket).device_ms
         if launch.placement.last_layer is not None:
@@ -235,9 +231,7 @@ class CoreLoop:
         assert self.outputs.keys() == self.sequences.keys()
         for name, sequence in self.sequences.items():
             (completion,) = self.outputs[name].outputs
-            alone = generate_alone(
-                sequence.seed, sequence.prompt_token_ids.tolist(), sequence.params.max_tokens
-            )
+            alone = generate_alone(sequence.seed, sequence.prompt_token_ids.tolist(), sequence.params.max_tokens)
             if completion.finish_reason == "abort":
                 alone = alone[: len(completion.token_ids)]
             assert list(completion.token_ids) == alone

@@ -35,9 +35,7 @@ VARIANTS: dict[str, ModelConfig] = {
 """Each way in which layers differ between families."""
 
 
-def dummy_weights(
-    config: ModelConfig, *, dtype: torch.dtype, device: torch.device, seed: int
-) -> ModelWeights:
+def dummy_weights(config: ModelConfig, *, dtype: torch.dtype, device: torch.device, seed: int) -> ModelWeights:
     weights = zero_weights(config, dtype=dtype, device=device)
     for _ in fill_dummy(config, weights, seed=seed):
         pass

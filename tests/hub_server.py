@@ -67,9 +67,7 @@ class _Handler(BaseHTTPRequestHandler):
             ])  # fmt: skip
         if token != self.hub.gated.get(repo_id, token):
             return self._refuse(403, "GatedRepo")
-        return self._send(
-            (folder / name).read_bytes(), {"ETag": f'"{_etag(folder / name)}"', "X-Repo-Commit": commit}
-        )
+        return self._send((folder / name).read_bytes(), {"ETag": f'"{_etag(folder / name)}"', "X-Repo-Commit": commit})
 
     def _refuse(self, status: int, code: str) -> None:
         self._send(b"", {"X-Error-Code": code}, status)

@@ -124,9 +124,7 @@ class PagedDevice:
                 blocks = batch.kv_indices[batch.kv_indptr[i] : batch.kv_indptr[i + 1]].tolist()
                 assert chunk, "an empty chunk"
                 assert not self.slots[slot].awaits_decode, "prefill of a slot that is decoding"
-                history = self._write(
-                    ticket, slot, int(batch.starts[i]), chunk, int(batch.kv_starts[i]), blocks
-                )
+                history = self._write(ticket, slot, int(batch.starts[i]), chunk, int(batch.kv_starts[i]), blocks)
                 if batch.samples[i]:
                     tokens.append(self._sample(slot, history))
                     if lane == "prefill":

@@ -111,9 +111,7 @@ class FakeAsyncLLM:
         self.vllm_config = SimpleNamespace(
             cache_config=SimpleNamespace(num_gpu_blocks=99, block_size=16),
             scheduler_config=SimpleNamespace(async_scheduling=True),
-            compilation_config=SimpleNamespace(
-                max_cudagraph_capture_size=512, cudagraph_mode=RequestOutputKind.DELTA
-            ),
+            compilation_config=SimpleNamespace(max_cudagraph_capture_size=512, cudagraph_mode=RequestOutputKind.DELTA),
             attention_config=SimpleNamespace(backend=None),
             optimization_level=2,
         )

@@ -175,9 +175,7 @@ class Loop:
     def check_blocks(self) -> None:
         check_blocks(self.pool, self.max_num_seqs, self.sequences)
         touched = {s for _, step in self.in_flight for s in step.touched}
-        assert all(s in touched for s in self.sequences if s.slot >= 0 and s.status is Status.FINISHED), (
-            "a leak"
-        )
+        assert all(s in touched for s in self.sequences if s.slot >= 0 and s.status is Status.FINISHED), "a leak"
         running = [s for s in self.sequences if s.status is Status.RUNNING]
         assert self.scheduler.num_running == len(running)
         assert all(s.slot >= 0 for s in running)

@@ -73,9 +73,7 @@ def main(model: str, layers: int, lane_sms: int, output_json: Path) -> None:
         config, random_cache(config, num_blocks), max_rows=max(case[0] for case in CASES), gpu=Gpu.of(DEVICE)
     )
 
-    def measure(
-        case: tuple[int, int, bool], sms: int | None, stream: torch.cuda.Stream | None
-    ) -> dict[str, Any]:
+    def measure(case: tuple[int, int, bool], sms: int | None, stream: torch.cuda.Stream | None) -> dict[str, Any]:
         rows, context, spread = case
         kv_lens = lengths(*case)
         paged = paged_batch(kv_lens, num_blocks)

@@ -185,9 +185,7 @@ def show(rows: list[dict[str, Any]]) -> None:
 @click.command(cls=GpuCommand)
 @click.option("--model", type=click.Choice(sorted(PRESETS)), default="llama-3.1-8b", show_default=True)
 @click.option("--rows", default="1,8,16,32,64,128,256", show_default=True, callback=parse_counts)
-@click.option(
-    "--context", type=click.IntRange(min=1), default=1000, show_default=True, help="Tokens per row."
-)
+@click.option("--context", type=click.IntRange(min=1), default=1000, show_default=True, help="Tokens per row.")
 @click.option("--profiled-rows", default="64,256", show_default=True, callback=parse_counts)
 @click.option("--seconds", type=click.FloatRange(min=0.05), default=1.0, show_default=True, help="Per step.")
 @output_option
@@ -203,9 +201,7 @@ def main(
     config = PRESETS[model]
     copy_gb_per_s = measure_copy_gb_per_s("cuda")
     torch.cuda.empty_cache()
-    points = [
-        ProfilePoint("decode", batch_size=count, context_tokens=context) for count in sorted(rows)[::-1]
-    ]
+    points = [ProfilePoint("decode", batch_size=count, context_tokens=context) for count in sorted(rows)[::-1]]
     report: dict[str, Any] = {"model": model, "context": context, "copy_gb_per_s": round(copy_gb_per_s, 1)}
     cases, breakdowns = [], []
     with open_bench(model, points) as (bench, _):

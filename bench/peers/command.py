@@ -58,9 +58,7 @@ _LEAST_WIDTH = 160
     metavar="NAME[=NUM_PROMPTS][~FIRST_RATE][@TARGETS]",
     help="Such as 'synthetic:conv~18@ttft:500 tpot:15'; repeat it for several.",
 )
-@click.option(
-    "--rates", metavar="R,R,…", callback=lambda *a: _parse_rates(a[2]), help="Serve at these rates only."
-)
+@click.option("--rates", metavar="R,R,…", callback=lambda *a: _parse_rates(a[2]), help="Serve at these rates only.")
 @click.option("--all-at-once", is_flag=True, help="All requests at the start, instead of rates.")
 @click.option(
     "--repeats",
@@ -75,9 +73,7 @@ _LEAST_WIDTH = 160
     help="Give up a peer's setting once others of that peer served enough at rates too fast for it.",
 )
 @click.option("--warmup-requests", type=click.IntRange(min=0), default=32, help="Unmeasured.")
-@click.option(
-    "--one-at-a-time", is_flag=True, help="Close each system before the next starts, for its memory."
-)
+@click.option("--one-at-a-time", is_flag=True, help="Close each system before the next starts, for its memory.")
 @setting_options(
     "seed",
     "load_format",
@@ -99,9 +95,7 @@ _LEAST_WIDTH = 160
     metavar="NAME=VALUE",
     help="An argument of vLLM's AsyncEngineArgs, the value as JSON or text.",
 )
-@click.option(
-    "--vllm-log", type=click.Path(path_type=Path, dir_okay=False), help="A file for vLLM's messages."
-)
+@click.option("--vllm-log", type=click.Path(path_type=Path, dir_okay=False), help="A file for vLLM's messages.")
 @click.option(
     "--own-decisions",
     type=click.Path(path_type=Path, dir_okay=False),
@@ -253,9 +247,7 @@ def _parse_rates(text: str | None) -> tuple[float, ...] | None:
 def _parse_option(text: str) -> tuple[str, Any]:
     name, equals, value = text.partition("=")
     if not (name and equals):
-        raise ConfigError(
-            f"--vllm-option {text!r}: write NAME=VALUE, such as max_cudagraph_capture_size=1024"
-        )
+        raise ConfigError(f"--vllm-option {text!r}: write NAME=VALUE, such as max_cudagraph_capture_size=1024")
     try:
         return name, json.loads(value)
     except ValueError:

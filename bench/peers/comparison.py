@@ -61,14 +61,10 @@ def make_peer_cells(
         rates = (FASTEST_RATE,)
 
     at_once = options["all_at_once"]
-    search = GoodputSearch(
-        **{name: options[name] for name in ("first_rate", "tolerance", "step", "max_runs")}
-    )
+    search = GoodputSearch(**{name: options[name] for name in ("first_rate", "tolerance", "step", "max_runs")})
     if rates is not None:
         repeats, first_rate = options["repeats"], 1.0 if at_once else max(rates)
-        search = FixedRates(
-            first_rate=first_rate, max_runs=repeats * len(rates), rates=rates, repeats=repeats
-        )
+        search = FixedRates(first_rate=first_rate, max_runs=repeats * len(rates), rates=rates, repeats=repeats)
 
     def load(spec: WorkloadSpec) -> Workload:
         workload = load_workload(spec.name, num_requests=spec.num_prompts, seed=options["seed"])

@@ -27,9 +27,7 @@ class OwnEngine:
         decisions: a new file for every decision of the planner, which costs the engine's thread some time; None: none.
     """
 
-    def __init__(
-        self, setup: Setup, wanted: Sequence[OwnSetting], slo: Slo, decisions: Path | None = None
-    ) -> None:
+    def __init__(self, setup: Setup, wanted: Sequence[OwnSetting], slo: Slo, decisions: Path | None = None) -> None:
         settings = dataclasses.asdict(setup)
         del settings["shares_prefixes"]
         config = EngineConfig(**settings)
@@ -56,9 +54,7 @@ class OwnEngine:
 
     async def generate(self, request: TimedRequest) -> AsyncGenerator[Sequence[int], None]:
         """Serve a request, with its targets."""
-        require_forced_length(
-            len(request.prompt_token_ids), request.params, self._engine.engine.max_model_len
-        )
+        require_forced_length(len(request.prompt_token_ids), request.params, self._engine.engine.max_model_len)
         outputs = self._engine.generate(
             request.prompt_token_ids, request.params, output_kind=OutputKind.DELTA, slo=request.slo
         )
@@ -77,9 +73,7 @@ class OwnEngine:
             "kv_blocks_peak": stats.kv_blocks_peak,
             "kv_blocks_total": stats.kv_blocks_total,
             "policy_seconds": dict(stats.policy_seconds),
-            "corrections": {
-                f"{policy} {kind}": factor for (policy, kind), factor in stats.corrections.items()
-            },
+            "corrections": {f"{policy} {kind}": factor for (policy, kind), factor in stats.corrections.items()},
         }
 
     async def close(self) -> None:

@@ -40,9 +40,7 @@ async def open_system(
     """
     kind, url = candidates[0].resident
     if kind == "own":
-        return OwnEngine(
-            setup, [OwnSetting.parse(candidate.setting) for candidate in candidates], slo, own_decisions
-        )
+        return OwnEngine(setup, [OwnSetting.parse(candidate.setting) for candidate in candidates], slo, own_decisions)
     if kind == "vllm":
         folder = platformdirs.user_cache_path("bullet_graph") / "peers" / Path(setup.model).name
         return VllmSystem(setup, folder, vllm_options, vllm_log)
@@ -62,9 +60,7 @@ def require_installed(candidates: Sequence[Candidate]) -> None:
     if "vllm" in kinds:
         require_vllm()
     if "openai" in kinds and installed_version("aiohttp") is None:
-        raise DeviceError(
-            "openai:URL needs aiohttp, which is not installed: pip install 'bullet-graph[bench]'"
-        )
+        raise DeviceError("openai:URL needs aiohttp, which is not installed: pip install 'bullet-graph[bench]'")
 
 
 def require_memory(

@@ -133,9 +133,7 @@ class VllmSystem:
         )
         prompt = self._tokens_input(list(request.prompt_token_ids))
         try:
-            async with aclosing(
-                self._engine.generate(prompt, params, f"peer-{next(self._names)}")
-            ) as outputs:
+            async with aclosing(self._engine.generate(prompt, params, f"peer-{next(self._names)}")) as outputs:
                 async for output in outputs:
                     yield output.outputs[0].token_ids
         except self._dead_error as error:

@@ -56,9 +56,7 @@ def export_entry(entry: Entry, file: Path, *, sign_key: Path | None = None) -> N
                     for index, stored in enumerate(entry.manifest.files):
                         with open_regular(entry.files / stored.path) as source:
                             if os.fstat(source.fileno()).st_size != stored.num_bytes:
-                                raise CacheError(
-                                    f"{stored.path} changed while it was exported: export it again"
-                                )
+                                raise CacheError(f"{stored.path} changed while it was exported: export it again")
                             _add(tar, _member(index), source, stored.num_bytes)
                 raw.flush()
                 os.fsync(raw.fileno())
@@ -83,9 +81,7 @@ def import_archive(
         try:
             return _import(store, gzip.GzipFile(fileobj=raw), trusted_keys, tell)
         except (CacheError, EOFError, gzip.BadGzipFile, zlib.error) as error:
-            raise CacheError(
-                f"{file} is refused, and nothing of it is placed into the store: {error}"
-            ) from error
+            raise CacheError(f"{file} is refused, and nothing of it is placed into the store: {error}") from error
 
 
 def _import(
@@ -105,9 +101,7 @@ def _import(
     with store.building(manifest.entry_id, tell=tell) as staged:
         free = shutil.disk_usage(store.root).free
         if manifest.num_bytes > free:
-            raise CacheError(
-                f"it needs {manifest.num_bytes} bytes in {store.root}, which has {free}: make room"
-            )
+            raise CacheError(f"it needs {manifest.num_bytes} bytes in {store.root}, which has {free}: make room")
         for index, stored in enumerate(manifest.files):
             if header is None or (header.name, header.size) != (_member(index), stored.num_bytes):
                 found = "its end" if header is None else f"{header.name!r:.100} of {header.size} bytes"
@@ -187,9 +181,7 @@ def _require_signature(manifest: bytes, signature: bytes | None, key_files: Sequ
     from cryptography.exceptions import InvalidSignature  # noqa: PLC0415 - an extra
 
     if signature is None:
-        raise CacheError(
-            "a signature by a trusted key is required, but it is not signed: export it with --sign-key"
-        )
+        raise CacheError("a signature by a trusted key is required, but it is not signed: export it with --sign-key")
     for key in keys:
         try:
             key.verify(signature, _CONTEXT + manifest)

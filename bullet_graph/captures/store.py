@@ -169,9 +169,7 @@ class CaptureStore:
                 rejection = printable(file.read(_MAX_REASON_BYTES).decode(errors="replace"))
         manifest = Manifest.parse(data, str(where))
         if manifest.entry_id != name or folder.is_symlink():
-            raise CacheError(
-                f"{where} is the manifest of entry {manifest.entry_id}, or its folder a link; {REBUILD}"
-            )
+            raise CacheError(f"{where} is the manifest of entry {manifest.entry_id}, or its folder a link; {REBUILD}")
         return Entry(folder, manifest, datetime.fromtimestamp(status.st_mtime, UTC), rejection)
 
     def find(self, fingerprint: Mapping[str, str], plan: Mapping[str, Any] | None) -> Lookup:

@@ -172,9 +172,7 @@ def _show(entry: Entry, *, as_json: bool) -> None:
 
 @click.command()
 @setting_options("model", "revision", "dtype", "device")
-@click.option(
-    "--plan", "plan_name", metavar="FILE.toml|NAME", help="The engine's capture plan.  [default: any]"
-)
+@click.option("--plan", "plan_name", metavar="FILE.toml|NAME", help="The engine's capture plan.  [default: any]")
 @cache_dir_option
 @json_option
 def explain(plan_name: str | None, store: CaptureStore, as_json: bool, **settings: Any) -> None:
@@ -217,9 +215,7 @@ def explain(plan_name: str | None, store: CaptureStore, as_json: bool, **setting
         click.get_current_context().exit(_EXIT_MISS)
 
 
-def _explain(
-    entry: Entry, differences: tuple[Difference, ...], here: dict[str, str], *, any_plan: bool
-) -> None:
+def _explain(entry: Entry, differences: tuple[Difference, ...], here: dict[str, str], *, any_plan: bool) -> None:
     same = [Difference(name, value, value) for name, value in here.items()]
     rows = [
         (
@@ -255,9 +251,7 @@ def _explain(
 @click.option("--overwrite", is_flag=True, help="Replace the file if it exists.")
 @cache_dir_option
 @json_option
-def export(
-    entry: str, file: Path, sign_key: Path | None, overwrite: bool, store: CaptureStore, as_json: bool
-) -> None:
+def export(entry: str, file: Path, sign_key: Path | None, overwrite: bool, store: CaptureStore, as_json: bool) -> None:
     """Write an entry into one file, a compressed tar; ENTRY is its name, or its first letters.
 
     Its checksums are checked first. A key pair for signing: `openssl genpkey -algorithm ed25519 -out fleet.key`
@@ -273,9 +267,7 @@ def export(
         export_entry(found, file, sign_key=sign_key)
     num_bytes, is_signed = file.stat().st_size, sign_key is not None
     if as_json:
-        print_json(
-            {"entry_id": found.entry_id, "file": str(file), "num_bytes": num_bytes, "signed": is_signed}
-        )
+        print_json({"entry_id": found.entry_id, "file": str(file), "num_bytes": num_bytes, "signed": is_signed})
         return
     signed = "signed" if is_signed else "not signed"
     print_line(f"Entry {found.entry_id} ({_title(found)}) is in {file}: {format_bytes(num_bytes)}, {signed}.")

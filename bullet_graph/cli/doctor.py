@@ -70,16 +70,12 @@ def _refuse_other_options() -> None:
     context = click.get_current_context()
     for name in ("device", "partition_backend", "decode_sms", "model"):
         if context.get_parameter_source(name) is not ParameterSource.DEFAULT:
-            raise click.UsageError(
-                f"--calibrate takes no --{name.replace('_', '-')}: run the two after each other"
-            )
+            raise click.UsageError(f"--calibrate takes no --{name.replace('_', '-')}: run the two after each other")
 
 
 def _print_page(diagnosis: Diagnosis) -> None:
     console = Console()
-    table = Table(
-        "", "", Column(overflow="fold"), title="bullet-graph doctor", title_justify="left", show_header=False
-    )
+    table = Table("", "", Column(overflow="fold"), title="bullet-graph doctor", title_justify="left", show_header=False)
     for _, findings in groupby(diagnosis.findings, key=lambda finding: finding.section):
         table.add_section()
         for finding in findings:

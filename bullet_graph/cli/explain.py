@@ -71,9 +71,7 @@ def explain(
     summary = summarize_trace(trace, window)
     if timeline is not None:
         if window.start_s == window.end_s:
-            raise ConfigError(
-                "--timeline needs a trace with events, but this one has none: trace a run with requests"
-            )
+            raise ConfigError("--timeline needs a trace with events, but this one has none: trace a run with requests")
         # matplotlib is an extra.
         from bullet_graph.cli.timeline import draw_timeline  # noqa: PLC0415
 
@@ -127,9 +125,7 @@ def _tables(summary: TraceSummary) -> list[Table]:
     run.add_row("both lanes busy", _percent(lanes["both"]))
     run.add_row("device idle", _percent(lanes["idle"]))
     if summary.cached_tokens:
-        run.add_row(
-            "prompt tokens in the prefix cache", _percent(summary.cached_tokens / summary.prompt_tokens)
-        )
+        run.add_row("prompt tokens in the prefix cache", _percent(summary.cached_tokens / summary.prompt_tokens))
 
     policies = table_of("policy", "launches", "of device time", "of time passed")
     for share in summary.policies:

@@ -65,9 +65,7 @@ def _parse_object(_: click.Context, __: click.Parameter, text: str | None) -> di
 @click.option("--top-p", default=1.0, help="Probability mass to sample from, in (0, 1].")
 @click.option("--top-k", default=-1, help="Sample from the K most probable tokens; -1: from all.")
 @click.option("--min-p", default=0.0, help="Least probability, relative to the top token's.")
-@click.option(
-    "--presence-penalty", default=0.0, help="Subtracted from logits of generated tokens, in [-2, 2]."
-)
+@click.option("--presence-penalty", default=0.0, help="Subtracted from logits of generated tokens, in [-2, 2].")
 @click.option("--frequency-penalty", default=0.0, help="The same, once per occurrence.")
 @click.option("--repetition-penalty", default=1.0, help="Divides logits of prompt and generated tokens.")
 @click.option("--bad-words", multiple=True, help="Text that is not generated; may be given again.")

@@ -133,9 +133,7 @@ def replay_options(*, default_policy: str | None) -> Decorator:
             "requests that meet them all.",
         ),
         *(() if default_policy is None else (policies_option(default_policy),)),
-        click.option(
-            "--save-detailed", is_flag=True, help="Put the figures of each request into the JSON as well."
-        ),
+        click.option("--save-detailed", is_flag=True, help="Put the figures of each request into the JSON as well."),
     ]
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:

@@ -105,6 +105,4 @@ def _read_key(api_key: str | None, path: Path | None) -> str | None:
     try:
         return path.read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(
-            f"--api-key-file {path} must hold the key as text, but cannot be read: {error}"
-        ) from error
+        raise ConfigError(f"--api-key-file {path} must hold the key as text, but cannot be read: {error}") from error

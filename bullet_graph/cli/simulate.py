@@ -114,9 +114,7 @@ class Simulator:
 
     def _kv_cache_tokens(self, memory_bytes: int | None) -> int:
         if memory_bytes is None and self.config.kv_cache_bytes is None:
-            raise ConfigError(
-                f"the memory of {self.gpu} is not known: give the KV cache's size with --kv-cache-bytes"
-            )
+            raise ConfigError(f"the memory of {self.gpu} is not known: give the KV cache's size with --kv-cache-bytes")
         num_bytes = _AMPLE_BYTES if memory_bytes is None else memory_bytes
         return plan_memory(
             self.config,
@@ -255,9 +253,7 @@ def _known_gpu(name: str) -> GpuSpec:
     default=0.0,
     help="Relative spread of the device's times around the prediction: 0.1 is about 10 %.",
 )
-@click.option(
-    "--sweep", is_flag=True, help="Find each policy's goodputs, as `bullet-graph bench sweep` does."
-)
+@click.option("--sweep", is_flag=True, help="Find each policy's goodputs, as `bullet-graph bench sweep` does.")
 @search_options
 @click.option("--plot", type=FILE, help="Draw the sweep; the name ends in .svg or .png.")
 @click.option("--trace-decisions", type=FILE, help="Write every decision (see `bullet-graph explain`).")
@@ -285,17 +281,11 @@ def simulate(
           --policy mixed:2048 --policy split --policy auto --output-json code.json
       bullet-graph simulate --trace synthetic:conv --goodput ttft:500 tpot:15 --sweep --first-rate 20 --plot conv.svg
     """
-    simulated = {
-        name: settings.pop(name) for name in ("gpu", "trace", "num_prompts", "host_overhead_ms", "time_noise")
-    }
-    search = GoodputSearch(
-        **{name: settings.pop(name) for name in ("first_rate", "tolerance", "step", "max_runs")}
-    )
+    simulated = {name: settings.pop(name) for name in ("gpu", "trace", "num_prompts", "host_overhead_ms", "time_noise")}
+    search = GoodputSearch(**{name: settings.pop(name) for name in ("first_rate", "tolerance", "step", "max_runs")})
     config = EngineConfig(**settings)
     if sweep and config.slo == NO_TARGETS:
-        raise ConfigError(
-            "--sweep looks for the rate that meets the targets: give some, as --goodput ttft:500 tpot:15"
-        )
+        raise ConfigError("--sweep looks for the rate that meets the targets: give some, as --goodput ttft:500 tpot:15")
     if sweep and not (arrivals.request_rate == math.inf and arrivals.max_concurrency is None):
         raise ConfigError("--sweep chooses the rates itself: leave out --request-rate and --max-concurrency")
     if plot is not None and not sweep:
@@ -344,9 +334,7 @@ def simulate(
             print_line(f"wrote {plot}")
 
 
-def _search(
-    simulator: Simulator, policy: Policy, search: GoodputSearch, *, smoke: bool, show: bool
-) -> list[ReplayRun]:
+def _search(simulator: Simulator, policy: Policy, search: GoodputSearch, *, smoke: bool, show: bool) -> list[ReplayRun]:
     """The runs of a search for a policy's goodputs, lowest rate first."""
     runs: dict[float, ReplayRun] = {}
     while (rate := search.next_rate([RateRun.of(run.fields()) for run in runs.values()])) is not None:

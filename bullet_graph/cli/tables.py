@@ -33,9 +33,7 @@ def table_of(*columns: str, title: str | None = None) -> Table:
     return table
 
 
-def table_of_texts(
-    *columns: str, rows: Iterable[Sequence[str]], title: str, show_header: bool = True
-) -> Table:
+def table_of_texts(*columns: str, rows: Iterable[Sequence[str]], title: str, show_header: bool = True) -> Table:
     """A table of texts, none of which is markup; long ones are folded, but not the first of a row."""
     headers = [Column(column, no_wrap=not index, overflow="fold") for index, column in enumerate(columns)]
     table = Table(*headers, title=Text(title), title_justify="left", show_header=show_header)
@@ -72,9 +70,7 @@ def counters(stats: EngineStats) -> dict[str, Any]:
     return {name: getattr(stats, name) for name in (*names, "kv_blocks_peak", "kv_blocks_total")}
 
 
-def emit_replays(
-    title: str, runs: Mapping[str, ReplayRun], common: Fields, output: Output, *, detailed: bool
-) -> None:
+def emit_replays(title: str, runs: Mapping[str, ReplayRun], common: Fields, output: Output, *, detailed: bool) -> None:
     """Write and print replays of the same requests, by name; ``detailed`` adds the figures of each request to the JSON.
 
     The fields of a single one are beside those that all ``common`` share; those of several go into a list ``results``.

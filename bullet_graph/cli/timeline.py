@@ -26,9 +26,7 @@ def draw_timeline(trace: Trace, window: Window) -> Figure:
     figure = Figure(figsize=(13, 6.8))
     # Room for the legends on the right.
     margins = {"left": 0.055, "right": 0.85, "top": 0.935, "bottom": 0.075, "hspace": 0.09}
-    policies, sms, queue = figure.subplots(
-        3, 1, sharex=True, gridspec_kw={"height_ratios": (0.3, 3, 2.4), **margins}
-    )
+    policies, sms, queue = figure.subplots(3, 1, sharex=True, gridspec_kw={"height_ratios": (0.3, 3, 2.4), **margins})
     _draw_policies(policies, occupancy, edges_s, trace.start_s)
     _draw_sms(sms, occupancy, edges_s, trace)
     _draw_queue(queue, trace, window)
@@ -37,17 +35,13 @@ def draw_timeline(trace: Trace, window: Window) -> Figure:
         xlim=(window.start_s - trace.start_s, window.end_s - trace.start_s),
     )
     header = trace.header
-    figure.suptitle(
-        f"{header.model} on {header.device}, policy {header.policy}, {header.slo}", x=0.055, ha="left"
-    )
+    figure.suptitle(f"{header.model} on {header.device}, policy {header.policy}, {header.slo}", x=0.055, ha="left")
     return figure
 
 
 def _draw_policies(axes: Any, occupancy: Occupancy, edges_s: FloatArray, origin_s: float) -> None:
     """A strip coloured by the policy, each as high as its share of the time."""
-    policies = {
-        policy: _means(occupancy, weights, edges_s) for policy, weights in occupancy.by_policy().items()
-    }
+    policies = {policy: _means(occupancy, weights, edges_s) for policy, weights in occupancy.by_policy().items()}
     colours = [POLICY_COLOURS.get(policy, _UNKNOWN_POLICY) for policy in policies]
     if policies:
         _stack(axes, edges_s - origin_s, policies, colours)

@@ -28,9 +28,7 @@ Prompt = str | Sequence[int]
 class Admission:
     """Makes requests for one model; without a tokenizer from token ids alone. ``seed`` is for those that have none."""
 
-    def __init__(
-        self, model: ModelConfig, tokenizer: Tokenizer | None, *, max_model_len: int, seed: int
-    ) -> None:
+    def __init__(self, model: ModelConfig, tokenizer: Tokenizer | None, *, max_model_len: int, seed: int) -> None:
         self._model = model
         self._tokenizer = tokenizer
         self._max_model_len = max_model_len
@@ -87,14 +85,10 @@ class Admission:
         if ids.ndim == 1 and len(ids) == 0:
             raise PromptError("the prompt is empty: give at least one token")
         if ids.ndim != 1 or ids.dtype.kind not in "iu":
-            raise PromptError(
-                f"a prompt must be text or a flat sequence of integer token ids, got {prompt!r:.80}"
-            )
+            raise PromptError(f"a prompt must be text or a flat sequence of integer token ids, got {prompt!r:.80}")
         outside = ids[(ids < 0) | (ids >= self._model.vocab_size)]
         if len(outside):
-            raise PromptError(
-                f"token id {outside[0]} is outside the vocabulary of {self._model.vocab_size} tokens"
-            )
+            raise PromptError(f"token id {outside[0]} is outside the vocabulary of {self._model.vocab_size} tokens")
         if len(ids) >= self._max_model_len:
             raise PromptError(
                 f"the prompt has {len(ids)} tokens; with max_model_len={self._max_model_len} it may have at most "
@@ -136,8 +130,7 @@ class Admission:
         for text in params.bad_words:
             assert self._tokenizer is not None
             first, spaced = (
-                tuple(self._tokenizer.encode(prefix + text.lstrip(), add_special_tokens=False))
-                for prefix in ("", " ")
+                tuple(self._tokenizer.encode(prefix + text.lstrip(), add_special_tokens=False)) for prefix in ("", " ")
             )
             words[first] = None
             # vLLM's condition: otherwise the second form is a space, and then the first.
@@ -166,7 +159,5 @@ def normalise_batch(
         return batch, [params] * len(batch), single
     if not isinstance(params, Sequence) or len(params) != len(batch):
         found = str(len(params)) if isinstance(params, Sequence) else repr(params)
-        raise RequestError(
-            f"{len(batch)} prompts need as many sampling params, or one for all; got {found:.80}"
-        )
+        raise RequestError(f"{len(batch)} prompts need as many sampling params, or one for all; got {found:.80}")
     return batch, list(params), single

@@ -41,9 +41,7 @@ class BlockPool:
     taken: after all free blocks without a key, and least recently released first.
     """
 
-    def __init__(
-        self, *, num_blocks: int, num_slots: int, max_blocks_per_seq: int, block_tokens: int
-    ) -> None:
+    def __init__(self, *, num_blocks: int, num_slots: int, max_blocks_per_seq: int, block_tokens: int) -> None:
         self.num_usable = num_blocks - 1
         self.block_tokens = block_tokens
         # The lowest ids come first, so that a lightly loaded cache touches little memory.

@@ -113,9 +113,7 @@ class Group:
         index = bisect_left(sizes, size)
         below = sizes[index - 1] if index else 0
         return math.fsum(
-            demand.lost_ms(sizes) - demand.padded_ms(size)
-            for demand in self.demands
-            if below < demand.size <= size
+            demand.lost_ms(sizes) - demand.padded_ms(size) for demand in self.demands if below < demand.size <= size
         )
 
 

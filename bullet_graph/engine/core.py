@@ -259,9 +259,7 @@ class EngineCore:
         if self._chunk is None:
             if not plan.chunk_tokens:
                 return False
-            scheduled = self.scheduler.schedule(
-                prompts=self._prompts, chunk_tokens=plan.chunk_tokens, lane="prefill"
-            )
+            scheduled = self.scheduler.schedule(prompts=self._prompts, chunk_tokens=plan.chunk_tokens, lane="prefill")
             if scheduled is None:
                 return False
             self._chunk = scheduled, _chunk_load(scheduled, self._num_layers)
@@ -273,9 +271,7 @@ class EngineCore:
         self._submit(scheduled, placement, plan, plan.slice_ms)
         return True
 
-    def _submit(
-        self, scheduled: ScheduledStep, placement: Placement, plan: Plan, predicted_ms: float | None
-    ) -> None:
+    def _submit(self, scheduled: ScheduledStep, placement: Placement, plan: Plan, predicted_ms: float | None) -> None:
         lane, partition = placement.lane, placement.partition
         takes_turns = not self.in_flight.fit_beside(lane, partition)
         placement = replace(placement, takes_turns=takes_turns)
@@ -398,9 +394,7 @@ class EngineCore:
             row += end - first
         touched: dict[Request, None] = {}
         self._num_output_tokens += len(scheduled.sampled)
-        for row, (sequence, token_id) in enumerate(
-            zip(scheduled.sampled, result.token_ids.tolist(), strict=True)
-        ):
+        for row, (sequence, token_id) in enumerate(zip(scheduled.sampled, result.token_ids.tolist(), strict=True)):
             if sequence.status is Status.FINISHED:
                 self._num_output_tokens -= 1
                 continue  # it ended while this step was in flight

@@ -184,9 +184,7 @@ class Engine:
         self.shutdown()
 
     def __reduce__(self) -> NoReturn:
-        raise TypeError(
-            "an Engine cannot be pickled or copied, for it owns a device: make one in each process"
-        )
+        raise TypeError("an Engine cannot be pickled or copied, for it owns a device: make one in each process")
 
     # ---- requests one by one ----
 
@@ -347,9 +345,7 @@ class Engine:
         return self._start.report()
 
     @former_names_too
-    def set_policy(
-        self, policy: str | Policy, slo: Slo = NO_TARGETS, prompt_order: PromptOrder | None = None
-    ) -> None:
+    def set_policy(self, policy: str | Policy, slo: Slo = NO_TARGETS, prompt_order: PromptOrder | None = None) -> None:
         """Change the policy and the targets; the graphs and partitions stay.
 
         Counters restart at 0, and the prefix cache is emptied. The planner's corrections stay, and so does the prompt
@@ -375,9 +371,7 @@ class Engine:
         """Forget all cached prefixes; the counters stay. Raises RequestError while requests are under way."""
         self._alive()
         if self.has_unfinished_requests():
-            raise RequestError(
-                "the prefix cache can be reset between requests only: finish or abort them first"
-            )
+            raise RequestError("the prefix cache can be reset between requests only: finish or abort them first")
         self._core.scheduler.pool.forget()
 
     def stats(self) -> EngineStats:

@@ -87,9 +87,7 @@ class PromptQueue:
             return (unordered[i] for i in order)
         # Preemption takes the last to come first, so the reverse order is the order of arrival.
         preempted = [s for s in reversed(self._waiting) if s.preempted] if self._num_preempted else []
-        fresh: Iterable[Sequence] = (
-            s for s in self._waiting if not s.preempted and s.awaited_key not in writers
-        )
+        fresh: Iterable[Sequence] = (s for s in self._waiting if not s.preempted and s.awaited_key not in writers)
         if self.longest_first:
             fresh = nsmallest(QUEUE_IN_SIGHT, fresh, key=lambda s: s.num_tokens - s.max_tokens)
         return [*started, *preempted, *islice(fresh, QUEUE_IN_SIGHT)]

@@ -127,9 +127,7 @@ class Request:
             self._prompt_token_ids,
             tuple([sample.report(self._output_kind) for sample in self.samples]),
             finished,
-            RequestMetrics(
-                self._first.arrival_s, self.first_scheduled_s, self.token_times_s, len(self.token_times_s)
-            ),
+            RequestMetrics(self._first.arrival_s, self.first_scheduled_s, self.token_times_s, len(self.token_times_s)),
             self._error() if finished else None,
             self._first.slo,
             tuple(logprobs) if logprobs is not None and finished else None,

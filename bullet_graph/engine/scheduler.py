@@ -290,9 +290,7 @@ class Scheduler:
         self._admitted.append(sequence)
         return True
 
-    def _prefill_batch(
-        self, chunks: list[_Chunk], scored: tuple[tuple[Sequence, int, int], ...]
-    ) -> PrefillBatch:
+    def _prefill_batch(self, chunks: list[_Chunk], scored: tuple[tuple[Sequence, int, int], ...]) -> PrefillBatch:
         slots = np.array([s.slot for s, _ in chunks], dtype=np.int32)
         starts = np.array([s.num_cached for s, _ in chunks], dtype=np.int32)
         stops = np.array([stop for _, stop in chunks], dtype=np.int32)

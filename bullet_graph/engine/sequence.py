@@ -104,9 +104,7 @@ class Sequence:
         prompt_len = len(self.prompt_token_ids)
         if stop <= prompt_len:
             return self.prompt_token_ids[start:stop]
-        tail = np.asarray(
-            self.output_token_ids[max(start - prompt_len, 0) : stop - prompt_len], dtype=np.int32
-        )
+        tail = np.asarray(self.output_token_ids[max(start - prompt_len, 0) : stop - prompt_len], dtype=np.int32)
         return np.concatenate([self.prompt_token_ids[start:], tail])
 
     def to_score(self, stop: int) -> tuple[int, int] | None:

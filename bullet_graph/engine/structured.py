@@ -173,9 +173,7 @@ def _check_cost(schema: str) -> None:
             multiples.add(Decimal(multiple))
         num_patterns += isinstance(node.get("pattern"), str)
         num_names += len(names) if isinstance(names := node.get("patternProperties"), dict) else 0
-        beside = not node.keys().isdisjoint(
-            {"pattern", "properties", "patternProperties", "items", "prefixItems"}
-        )
+        beside = not node.keys().isdisjoint({"pattern", "properties", "patternProperties", "items", "prefixItems"})
         combined |= "allOf" in node or (beside and not node.keys().isdisjoint({"anyOf", "oneOf", "$ref"}))
         return node
 
@@ -197,9 +195,7 @@ def _check_cost(schema: str) -> None:
             f"schemas, there may be {_MOST_COMBINED_PATTERNS}"
         )
     if num_names > _MOST_NAME_PATTERNS:
-        raise ValueError(
-            f"patternProperties: {num_names} were found, and {_MOST_NAME_PATTERNS} are allowed in all"
-        )
+        raise ValueError(f"patternProperties: {num_names} were found, and {_MOST_NAME_PATTERNS} are allowed in all")
 
 
 def _unsupported(structured: StructuredOutputs, reason: str) -> str:

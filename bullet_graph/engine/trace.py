@@ -32,9 +32,7 @@ class DecisionTrace:
         try:
             self._file = path.open("w" if overwrite else "x", buffering=_BUFFER_BYTES, encoding="utf-8")
         except FileExistsError:
-            raise ConfigError(
-                f"the trace file {path} exists: allow overwriting it, or give another name"
-            ) from None
+            raise ConfigError(f"the trace file {path} exists: allow overwriting it, or give another name") from None
         except OSError as error:
             raise ConfigError(
                 f"the trace file {path} cannot be made ({error.strerror}): give a name in a folder that exists and "
@@ -49,10 +47,7 @@ class DecisionTrace:
         self._last_s = 0.0
         self._repeats = 0
         # Flushed at once: a disk that takes nothing is better known before the run.
-        self._write(
-            {"type": "header", "format": TRACE_FORMAT, "format_version": TRACE_FORMAT_VERSION}
-            | asdict(header)
-        )
+        self._write({"type": "header", "format": TRACE_FORMAT, "format_version": TRACE_FORMAT_VERSION} | asdict(header))
         self._flush()
 
     def decided(self, load: Load, plan: Plan) -> None:
@@ -87,8 +82,7 @@ class DecisionTrace:
                 "slack_ms": None if decode is None else _finite(decode.slack_ms),
                 **choice,
                 "options": [
-                    {name: _finite(getattr(option, name)) for name in _OPTION_FIELDS}
-                    for option in plan.options
+                    {name: _finite(getattr(option, name)) for name in _OPTION_FIELDS} for option in plan.options
                 ],
             }
         )

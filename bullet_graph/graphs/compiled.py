@@ -124,9 +124,7 @@ def exported(part: LayerPart) -> torch.export.ExportedProgram:
     class OfTensors(torch.nn.Module):
         def forward(self, *tensors: Tensor) -> tuple[Tensor, Tensor]:
             given = iter(tensors)
-            return part.function(
-                *(next(given) if isinstance(value, Tensor) else value for value in part.arguments)
-            )
+            return part.function(*(next(given) if isinstance(value, Tensor) else value for value in part.arguments))
 
     # strict=True would only have Dynamo trace the function a second time.
     return torch.export.export(OfTensors(), tuple(tensors), dynamic_shapes=(tuple(shapes),), strict=False)
@@ -194,9 +192,7 @@ def compiled_functions(
     )
     eps = config.rms_norm_eps
     first = LayerPart("attention_input", compiled_input, (x, residual), (*layer.input_weights, eps))
-    second = LayerPart(
-        "attention_output", compiled_output, (attended, residual), (*layer.output_weights, eps)
-    )
+    second = LayerPart("attention_output", compiled_output, (attended, residual), (*layer.output_weights, eps))
     return LayerFunctions(between, compiler(first), compiler(second))
 
 

@@ -128,9 +128,7 @@ class DecodeGraphs:
         rows = len(inputs.slots)
         key = GraphKey(smallest_holding(rows, self._sizes.get(partition, ())) or rows, partition)
         if key not in self._captured:
-            raise ConfigError(
-                f"no decode graph was captured for {key}; captured: {len(self._captured)} graphs"
-            )
+            raise ConfigError(f"no decode graph was captured for {key}; captured: {len(self._captured)} graphs")
         self._prepare(self._pad(inputs, key.batch_size), partition)
         graph, token_ids = self._captured[key]
         graph.replay()

@@ -23,9 +23,7 @@ class EngineGraphs(CaptureProgress):
     ``pieces`` are made for the plan's rows, and not captured yet.
     """
 
-    def __init__(
-        self, decode: DecodeGraphs, pieces: PiecewiseGraphs, plan: CapturePlan, *, num_layers: int
-    ) -> None:
+    def __init__(self, decode: DecodeGraphs, pieces: PiecewiseGraphs, plan: CapturePlan, *, num_layers: int) -> None:
         super().__init__(plan, num_layers)
         self._decode = decode
         self._pieces = pieces

@@ -102,9 +102,7 @@ class PiecewiseGraphs:
     ones. ``untimed`` are those still to be timed: none where the buckets ``are_tuned``, that is known to be worthwhile.
     """
 
-    def __init__(
-        self, decoder: Decoder, ops: TorchOps, *, buckets: tuple[int, ...], are_tuned: bool = False
-    ) -> None:
+    def __init__(self, decoder: Decoder, ops: TorchOps, *, buckets: tuple[int, ...], are_tuned: bool = False) -> None:
         self.buckets = buckets
         self.untimed = [] if are_tuned else list(buckets)
         self._times_ms: dict[int, float] = {}

@@ -65,9 +65,7 @@ class ReferenceAttention(Attention):
     ) -> None:
         self._cache = cache
         self._sequences: list[tuple[slice, Tensor, int, dict[int | None, Tensor]]] = []
-        for (start, stop), (first, last), kv_len in zip(
-            pairwise(q_indptr), pairwise(kv_indptr), kv_lens, strict=True
-        ):
+        for (start, stop), (first, last), kv_len in zip(pairwise(q_indptr), pairwise(kv_indptr), kv_lens, strict=True):
             if count := stop - start:
                 before = kv_len - count
                 mask = torch.ones(count, kv_len, dtype=torch.bool, device=kv_indices.device).tril(before)

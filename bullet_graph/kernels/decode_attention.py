@@ -153,9 +153,7 @@ class TritonDecodeAttention:
         self._overlap_launches = gpu.overlaps_launches
         device = cache.layer(0)[0].device
         slots = 2 * max(self._workers(gpu.num_sms, of) for of in (self._whole, self._part))
-        self.partials = torch.empty(
-            slots, config.num_heads, config.head_dim, dtype=torch.float32, device=device
-        )
+        self.partials = torch.empty(slots, config.num_heads, config.head_dim, dtype=torch.float32, device=device)
         self.partial_lse = torch.empty(slots, config.num_heads, dtype=torch.float32, device=device)
         self.arrived = torch.zeros(max_rows * config.num_kv_heads, dtype=torch.int32, device=device)
 
@@ -190,9 +188,7 @@ class TritonDecodeAttention:
         head_groups = self._config.num_kv_heads // settings.kv_heads
         return max(1, num_sms * settings.ctas_per_sm // head_groups)
 
-    def _attention(
-        self, rows: int, workers: int, settings: DecodeKernelSettings, window: int | None
-    ) -> RepeatedLaunch:
+    def _attention(self, rows: int, workers: int, settings: DecodeKernelSettings, window: int | None) -> RepeatedLaunch:
         config = self._config
         head_groups = config.num_kv_heads // settings.kv_heads
         combines = rows >= settings.combine_rows

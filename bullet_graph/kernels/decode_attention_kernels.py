@@ -185,9 +185,7 @@ def decode_attention_kernel(
                     inside &= tokens >= first_token
                 block = ids.to(tl.int64)
                 # Read a tile ahead: dependent loads within a tile would cost pipeline stages.
-                ids = _block_ids(
-                    ids_ptr, start + TILE_TOKENS, key_tokens, num_tokens, TILE_TOKENS, BLOCK_TOKENS
-                )
+                ids = _block_ids(ids_ptr, start + TILE_TOKENS, key_tokens, num_tokens, TILE_TOKENS, BLOCK_TOKENS)
                 if BLOCK_TOKENS % TILE_TOKENS == 0:
                     tile_at = block * BLOCK_STRIDE + (start % BLOCK_TOKENS) * TOKEN_STRIDE
                     at = (key_tokens * TOKEN_STRIDE + at_heads)[:, None] + lanes[None, :]

@@ -40,9 +40,7 @@ class Gpu:
 
 
 def _set_sm_count(num_sms: int) -> None:
-    status = _library().cublasSetSmCountTarget(
-        ctypes.c_void_p(torch.cuda.current_blas_handle()), ctypes.c_int(num_sms)
-    )
+    status = _library().cublasSetSmCountTarget(ctypes.c_void_p(torch.cuda.current_blas_handle()), ctypes.c_int(num_sms))
     if status != 0:
         raise DeviceError(f"cublasSetSmCountTarget({num_sms}) failed with cuBLAS status {status}")
 

@@ -93,9 +93,7 @@ def sample(logits: Tensor, slots: Tensor, positions: Tensor, state: SamplingStat
             scores[masked[masked >= 0]] = -torch.inf
         if temperature > 0:
             scores = _cut(scores / temperature, int(settings[row, 1]), top_p, min_p)
-            uniform = torch.from_numpy(
-                philox_uniform(int(settings[row, 4:6].view(np.int64)[0]), position, len(scores))
-            )
+            uniform = torch.from_numpy(philox_uniform(int(settings[row, 4:6].view(np.int64)[0]), position, len(scores)))
             # Adding Gumbel noise and taking the largest samples from the softmax (Gumbel-max).
             scores = scores - torch.log(-torch.log(uniform)).to(scores.device)
         chosen[row] = scores.argmax()

@@ -25,9 +25,7 @@ _TABLE_COLUMNS = tl.constexpr(sampler.TABLE_COLUMNS)
 
 
 @triton.jit
-def add_rms_norm_kernel(
-    x_ptr, residual_ptr, weight_ptr, normed_ptr, summed_ptr, hidden_size, eps, BLOCK: tl.constexpr
-):
+def add_rms_norm_kernel(x_ptr, residual_ptr, weight_ptr, normed_ptr, summed_ptr, hidden_size, eps, BLOCK: tl.constexpr):
     """One row a program: summed = x + residual; normed = rms_norm(summed) * weight."""
     row = tl.program_id(0).to(tl.int64) * hidden_size
     columns = tl.arange(0, BLOCK)
@@ -66,9 +64,7 @@ def act_and_mul_kernel(gate_up_ptr, out_ptr, intermediate_size, GELU: tl.constex
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < intermediate_size
     gate = tl.load(gate_up_ptr + row * 2 * intermediate_size + columns, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(
-        gate_up_ptr + row * 2 * intermediate_size + intermediate_size + columns, mask=inside, other=0.0
-    )
+    up = tl.load(gate_up_ptr + row * 2 * intermediate_size + intermediate_size + columns, mask=inside, other=0.0)
     # (1 + tanh(z)) / 2 = sigmoid(2 z), with z = √(2 / π) (gate + 0.044715 gate³) (Hendrycks and Gimpel 2016).
     slope = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate) if GELU else gate
     out = gate * tl.sigmoid(slope) * up.to(tl.float32)
@@ -325,9 +321,7 @@ def _sample_row(row_ptr, position, settings, adjust, vocab_size, BLOCK: tl.const
                 mass = tl.full((BLOCK,), 0.0, tl.float32)
                 for start in range(0, vocab_size, BLOCK):
                     ids = start + lanes
-                    scores = (
-                        _scores(row_ptr, ids, vocab_size, settings, adjust, is_masked, ADJUSTED) / divisor
-                    )
+                    scores = _scores(row_ptr, ids, vocab_size, settings, adjust, is_masked, ADJUSTED) / divisor
                     mass += tl.where(_order_key(scores) >= middle, tl.exp(scores - peak), 0.0)
                 enough = tl.sum(mass, axis=0) >= wanted
                 low = tl.where(enough, middle, low)
@@ -399,6 +393,4 @@ def swiglu_matmul_kernel(
             acc = tl.dot(x_desc.load([tile_m * BLOCK_M, k]), gate_up.T, acc)
         # The halves of a column lie in the same thread, so that they are split without a shuffle.
         gate, up = tl.split(tl.permute(tl.reshape(acc, (BLOCK_M, 2, BLOCK_N)), (0, 2, 1)))
-        out_desc.store(
-            [tile_m * BLOCK_M, tile_n * BLOCK_N], (gate * tl.sigmoid(gate) * up).to(out_desc.dtype)
-        )
+        out_desc.store([tile_m * BLOCK_M, tile_n * BLOCK_N], (gate * tl.sigmoid(gate) * up).to(out_desc.dtype))

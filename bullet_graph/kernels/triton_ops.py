@@ -76,9 +76,7 @@ class TritonOps(TorchOps):
         if rows:
             block = triton.next_power_of_2(width)
             warps = min(max(block // 512, 1), 16)
-            triton_kernels.rms_norm_kernel[(rows,)](
-                x, weight, width, x.stride(0), eps, BLOCK=block, num_warps=warps
-            )
+            triton_kernels.rms_norm_kernel[(rows,)](x, weight, width, x.stride(0), eps, BLOCK=block, num_warps=warps)
 
     @staticmethod
     def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
@@ -167,9 +165,7 @@ def swiglu_matmul(
     # One program per SM of the device. On a lane with fewer, those that find no room start when others have ended.
     triton_kernels.swiglu_matmul_kernel[(min(num_sms, num_tiles),)](
         TensorDescriptor.from_tensor(x, [block_m, block_k]),
-        TensorDescriptor.from_tensor(
-            gate_up_weight.view(2, intermediate_size, hidden_size), [2, block_n, block_k]
-        ),
+        TensorDescriptor.from_tensor(gate_up_weight.view(2, intermediate_size, hidden_size), [2, block_n, block_k]),
         TensorDescriptor.from_tensor(out, [block_m, block_n]),
         rows,
         intermediate_size,

@@ -178,9 +178,7 @@ def _check_tensors(checkpoint: Checkpoint) -> None:
         tensor = checkpoint.tensors[name]
         what, types = f"{tensor.path}: tensor {name} must", ", ".join(_ELEMENT_BYTES)
         if tensor.shape != shape:
-            raise CheckpointError(
-                f"{what} have shape {list(shape)} by config.json; found {list(tensor.shape)}"
-            )
+            raise CheckpointError(f"{what} have shape {list(shape)} by config.json; found {list(tensor.shape)}")
         if tensor.element_type not in _ELEMENT_BYTES:
             raise CheckpointError(f"{what} be one of {types}; found {tensor.element_type}")
 

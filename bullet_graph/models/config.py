@@ -154,9 +154,7 @@ def read_dense_config(
     )
 
 
-def _layer_windows(
-    config: JsonObject, num_layers: int, slides: Callable[[int], bool]
-) -> tuple[int | None, ...]:
+def _layer_windows(config: JsonObject, num_layers: int, slides: Callable[[int], bool]) -> tuple[int | None, ...]:
     kinds = config.get("layer_types")
     if kinds is None:
         kinds = [_SLIDING if slides(layer) else _FULL for layer in range(num_layers)]
@@ -185,9 +183,7 @@ def _refuse_unsupported_features(config: JsonObject, *, may_slide: bool) -> None
 
 def _head_dim(config: JsonObject, hidden_size: int, num_heads: int) -> int:
     if config.get("head_dim") is None and hidden_size % num_heads:
-        config.fail(
-            "hidden_size", f"a multiple of num_attention_heads ({num_heads}), as there is no head_dim"
-        )
+        config.fail("hidden_size", f"a multiple of num_attention_heads ({num_heads}), as there is no head_dim")
     head_dim = config.read("head_dim", int, default=hidden_size // num_heads, at_most=_MAX_HEAD_DIM)
     if head_dim % 2:
         config.fail("head_dim", f"even, for RoPE rotates pairs; it is {head_dim}")

@@ -99,9 +99,7 @@ class Decoder:
             rows = LayerRows.of(q, qkv)
             if sampled is not None and index == self.config.num_layers - 1:
                 return self.finish_last_layer(rows, residual, sampled, functions)
-            x, residual = functions.attention_output(
-                attention.run(index, rows), residual, *layer.output_weights, eps
-            )
+            x, residual = functions.attention_output(attention.run(index, rows), residual, *layer.output_weights, eps)
         return Hidden(x, residual)
 
     def finish_last_layer(
@@ -121,9 +119,7 @@ class Decoder:
             attended, residual = (
                 torch.nn.functional.pad(one, (0, 0, 0, sampled.num_padding)) for one in (attended, residual)
             )
-        x, residual = functions.attention_output(
-            attended, residual, *layer.output_weights, self.config.rms_norm_eps
-        )
+        x, residual = functions.attention_output(attended, residual, *layer.output_weights, self.config.rms_norm_eps)
         return Hidden(x, residual)
 
     def logits(self, hidden: Hidden, ops: TorchOps, out: Tensor | None = None) -> Tensor:

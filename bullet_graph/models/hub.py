@@ -39,9 +39,7 @@ def download(repo_id: str, revision: str | None, *, weights: bool = False) -> Pa
     command = f"hf download {repo_id}" + ("" if revision is None else f" --revision {revision}")
     wanted = [*_SMALL_FILES, *(_WEIGHTS if weights else ())]
     try:
-        folder = Path(
-            snapshot_download(repo_id, revision=revision, allow_patterns=wanted, ignore_patterns=_NOT_NEEDED)
-        )
+        folder = Path(snapshot_download(repo_id, revision=revision, allow_patterns=wanted, ignore_patterns=_NOT_NEEDED))
     except errors.GatedRepoError as error:
         raise ModelError(
             f"{repo_id} is gated: ask for access on its page of the hub, log in with `hf auth login`, then run "

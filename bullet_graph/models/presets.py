@@ -49,9 +49,7 @@ def load_model_config(folder: Path) -> ModelConfig:
     if not folder.is_dir():
         raise ModelError(f"{folder} is not a folder; expected a model folder that holds config.json")
     if any(folder.glob("*.gguf")) and not (folder / "config.json").exists():
-        raise ModelError(
-            f"{folder} holds a GGUF file, which is not read, and no config.json: {_TAKE_SAFETENSORS}"
-        )
+        raise ModelError(f"{folder} holds a GGUF file, which is not read, and no config.json: {_TAKE_SAFETENSORS}")
     config = read_json_object(folder / "config.json")
     names = config.get("architectures")
     supported = f"a list naming one of {', '.join(_READERS)}"

@@ -172,9 +172,7 @@ class Tokenizer:
     def stream(self, skipped_ids: Set[int] | None = None) -> DetokenizeStream:
         """A stream that leaves special tokens out of the text: all of them (None), or those of ``skipped_ids``."""
         special_ids = self._special_ids
-        return DetokenizeStream(
-            self._tokenizer, special_ids if skipped_ids is None else special_ids & skipped_ids
-        )
+        return DetokenizeStream(self._tokenizer, special_ids if skipped_ids is None else special_ids & skipped_ids)
 
     def to_json(self) -> str:
         """The tokenizer as in ``tokenizer.json``."""

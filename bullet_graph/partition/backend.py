@@ -75,9 +75,7 @@ class NoneBackend:
         self._resources.close()
 
 
-def verify(
-    backend: PartitionBackend, partition: SmPartition, probe: SmidProbe
-) -> Mapping[Lane, frozenset[int]]:
+def verify(backend: PartitionBackend, partition: SmPartition, probe: SmidProbe) -> Mapping[Lane, frozenset[int]]:
     """Prove a partition, for eager launches and CUDA graphs of both lanes, with nothing else on the GPU.
 
     Each lane's graph is launched on the lane's own stream and on an unmasked one: the SMs of the capture must hold on
@@ -115,9 +113,7 @@ def verify(
     return expected
 
 
-def _check(
-    partition: SmPartition, lane: Lane, how: str, seen: frozenset[int], expected: frozenset[int]
-) -> None:
+def _check(partition: SmPartition, lane: Lane, how: str, seen: frozenset[int], expected: frozenset[int]) -> None:
     if seen != expected:
         raise PartitionError(
             f"the {lane} lane of {partition} must run on exactly SMs {sm_ranges(expected)}, but {how} ran on SMs "

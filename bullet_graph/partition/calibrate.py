@@ -85,9 +85,7 @@ Seeds = tuple[int, ...]
 """The seed of each random mask that a child writes; without any it only checks that it reaches all SMs."""
 
 
-def run_child(
-    offset: int, seeds: Seeds, *, timeout_s: float = TIMEOUT_S, bootstrap: str = BOOTSTRAP
-) -> Outcome:
+def run_child(offset: int, seeds: Seeds, *, timeout_s: float = TIMEOUT_S, bootstrap: str = BOOTSTRAP) -> Outcome:
     """Try one offset in a process of its own, killed after ``timeout_s``; its failure is an outcome, not an error.
 
     ``bootstrap`` is the Python program to run, with the folder of the package and the attempt as arguments.

@@ -47,9 +47,7 @@ class GreenBackend:
                     "does not: update the driver or use --partition-backend smctrl"
                 )
             granularity, least = self.granularity_sms, int(self._all.sm.minSmPartitionSize)
-            self._split_sizes = range(
-                max(1, ceil(least / granularity)) * granularity, self.num_sms, granularity
-            )
+            self._split_sizes = range(max(1, ceil(least / granularity)) * granularity, self.num_sms, granularity)
             self._splits: dict[int, tuple[Any, Any]] = {}
             self._streams: dict[tuple[Lane, int], _GreenStream] = {}
             for lane, stream in create_lane_streams(probe.driver, undo).items():

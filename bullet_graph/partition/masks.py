@@ -77,9 +77,7 @@ class TpcMask:
     @property
     def sms(self) -> frozenset[int]:
         """The SMs that may be used, as ``%smid`` names them."""
-        return frozenset(
-            sm for sm in range(self.num_tpcs * SMS_PER_TPC) if self.bits >> sm // SMS_PER_TPC & 1
-        )
+        return frozenset(sm for sm in range(self.num_tpcs * SMS_PER_TPC) if self.bits >> sm // SMS_PER_TPC & 1)
 
     @property
     def disable_bits(self) -> int:
@@ -87,9 +85,7 @@ class TpcMask:
         return ~self.bits & ((1 << self.num_tpcs) - 1)
 
 
-def lane_masks(
-    partition: SmPartition, *, num_tpcs: int, layout: GpcLayout | None = None
-) -> dict[Lane, TpcMask]:
+def lane_masks(partition: SmPartition, *, num_tpcs: int, layout: GpcLayout | None = None) -> dict[Lane, TpcMask]:
     """The masks of a partition: decode takes the layout's first TPCs, prefill the last; they overlap where they must.
 
     ``layout`` None takes TPCs by number. Raises PartitionError where a count is not from 1 to ``num_tpcs``, or the

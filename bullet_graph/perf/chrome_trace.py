@@ -80,9 +80,7 @@ def _launch_event(launch: Launch, start_s: float) -> dict[str, Any]:
     )
 
 
-def _sm_events(
-    occupancy: Occupancy, num_sms: int, window: Window, origin_s: float
-) -> Iterator[dict[str, Any]]:
+def _sm_events(occupancy: Occupancy, num_sms: int, window: Window, origin_s: float) -> Iterator[dict[str, Any]]:
     """The SMs that each lane's launch may use, wherever they change; 0 while the lane is idle."""
     sms = occupancy.sms(num_sms)
     for lane in LANES:

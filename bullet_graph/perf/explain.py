@@ -89,8 +89,7 @@ class Occupancy:
         policies = np.array([launch.policy for launch in self.launches])
         lanes_busy = np.maximum(sum((self.active[lane] >= 0).astype(np.float64) for lane in LANES), 1.0)
         return {
-            policy: sum(self.on_lane(lane, (policies == policy).astype(np.float64)) for lane in LANES)
-            / lanes_busy
+            policy: sum(self.on_lane(lane, (policies == policy).astype(np.float64)) for lane in LANES) / lanes_busy
             for policy in dict.fromkeys(launch.policy for launch in self.launches)
         }
 
@@ -197,9 +196,7 @@ def summarize_trace(trace: Trace, window: Window | None = None) -> TraceSummary:
         bounds[decision.bound] += decision.count
     ends_s = occupancy.end_s.tolist()
     ended = [x for x, end_s in zip(occupancy.launches, ends_s, strict=True) if window.holds(end_s)]
-    requests = [
-        r for r in trace.requests if window.holds(r.arrival_s + (r.token_us[-1] if r.token_us else 0) / 1e6)
-    ]
+    requests = [r for r in trace.requests if window.holds(r.arrival_s + (r.token_us[-1] if r.token_us else 0) / 1e6)]
     completed = [r for r in requests if r.reason not in ("abort", "error")]
     weights = occupancy.by_policy()
     targeted = [r for r in completed if r.ttft_limit_ms is not None or r.tpot_limit_ms is not None]
@@ -211,9 +208,7 @@ def summarize_trace(trace: Trace, window: Window | None = None) -> TraceSummary:
         duration_s=window.end_s - window.start_s,
         num_launches=len(ended),
         num_decisions=bounds.total(),
-        num_infeasible=sum(
-            d.count for d in decisions if d.options and not any(o.get("holds_tpot") for o in d.options)
-        ),
+        num_infeasible=sum(d.count for d in decisions if d.options and not any(o.get("holds_tpot") for o in d.options)),
         bounds=dict(bounds.most_common()),
         policies=_policy_shares(ended, occupancy, weights, window),
         lanes=_lane_shares(occupancy, window),

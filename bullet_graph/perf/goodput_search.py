@@ -84,10 +84,7 @@ def bracket(runs: Sequence[RateRun], share: float) -> tuple[RateRun | None, Rate
     means = [fmean(run.share for run in runs if run.rate == rate) for rate in rates if rate < first_unstable]
     # The min-max formula of the regression.
     fitted = [
-        min(
-            max(fmean(means[low:high]) for high in range(index + 1, len(means) + 1))
-            for low in range(index + 1)
-        )
+        min(max(fmean(means[low:high]) for high in range(index + 1, len(means) + 1)) for low in range(index + 1))
         for index in range(len(means))
     ]
     points = [RateRun(*point, True) for point in zip(rates, fitted, strict=False)]

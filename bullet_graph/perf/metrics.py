@@ -210,9 +210,7 @@ class ReplayResult:
         details = {name: flat.pop(name) for name in _OF_EACH_REQUEST}
         queue_growth = flat.pop("queue_growth")
         flat["stable"] = None if queue_growth is None else queue_growth.stable
-        flat |= {
-            field.name: getattr(queue_growth, field.name, None) for field in dataclasses.fields(QueueGrowth)
-        }
+        flat |= {field.name: getattr(queue_growth, field.name, None) for field in dataclasses.fields(QueueGrowth)}
         for name in _LATENCIES:
             summary = flat.pop(name)
             for label, field in _LABELS.items():

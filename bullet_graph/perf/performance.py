@@ -53,9 +53,7 @@ class PerformanceModel(Protocol):
     def mixed(self, tokens: int, pairs: float, batch_size: int, kv_tokens: int) -> Prediction:
         """A forward of prompt rows and decode rows on the whole GPU."""
 
-    def split(
-        self, decode_sms: int, batch_size: int, kv_tokens: int, tokens: int, pairs: float
-    ) -> SplitPrediction:
+    def split(self, decode_sms: int, batch_size: int, kv_tokens: int, tokens: int, pairs: float) -> SplitPrediction:
         """Decode on ``decode_sms`` SMs beside prefill on the others."""
 
     def wave_chunk_tokens(self, max_tokens: int, sms: int | None = None) -> int:
@@ -78,7 +76,5 @@ class PaddedModel:
     def decode(self, batch_size: int, kv_tokens: int, sms: int | None = None) -> Prediction:
         return self._model.decode(self._pad(batch_size, sms), kv_tokens, sms)
 
-    def split(
-        self, decode_sms: int, batch_size: int, kv_tokens: int, tokens: int, pairs: float
-    ) -> SplitPrediction:
+    def split(self, decode_sms: int, batch_size: int, kv_tokens: int, tokens: int, pairs: float) -> SplitPrediction:
         return self._model.split(decode_sms, self._pad(batch_size, decode_sms), kv_tokens, tokens, pairs)

@@ -76,9 +76,7 @@ class TableModel:
     def mixed(self, tokens: int, pairs: float, batch_size: int, kv_tokens: int) -> Prediction:
         return Prediction(*self._mixed(tokens, pairs, batch_size, kv_tokens))
 
-    def split(
-        self, decode_sms: int, batch_size: int, kv_tokens: int, tokens: int, pairs: float
-    ) -> SplitPrediction:
+    def split(self, decode_sms: int, batch_size: int, kv_tokens: int, tokens: int, pairs: float) -> SplitPrediction:
         """Both lanes at once; a size that was not measured takes the slowdown of the nearest measured size."""
         work = batch_size, kv_tokens / batch_size, tokens, pairs / tokens
         if decode_sms in self._beside:
@@ -129,9 +127,7 @@ class TableModel:
         depth = max_tokens / 2
         return max(sizes, key=lambda tokens: (tokens / self._prefill(tokens, depth, sms)[0], tokens))
 
-    def _measured_beside(
-        self, split: Sequence[SplitPoint], decode_sms: int
-    ) -> tuple["BesideTimes", "BesideTimes"]:
+    def _measured_beside(self, split: Sequence[SplitPoint], decode_sms: int) -> tuple["BesideTimes", "BesideTimes"]:
         """Times of the decode lane and of the prefill lane."""
         points = [point for point in split if point.decode_sms == decode_sms]
         return (
@@ -140,10 +136,7 @@ class TableModel:
                 self._decode.surface(decode_sms),
             ),
             BesideTimes(
-                [
-                    (p.batch_size * p.context_tokens, p.tokens, (p.tokens + 1) / 2, p.prefill_ms)
-                    for p in points
-                ],
+                [(p.batch_size * p.context_tokens, p.tokens, (p.tokens + 1) / 2, p.prefill_ms) for p in points],
                 self._prefill.surface(self.num_sms - decode_sms),
             ),
         )
@@ -197,9 +190,7 @@ class LaneTimes:
             xs=nodes_around(self.rows[num_sms], end),
         )
         # A part of the GPU behaves like the whole, but slower: a few points suffice to place it.
-        self._surfaces = {num_sms: whole} | {
-            sms: fill_like(measured, whole) for sms, measured in by_sms.items()
-        }
+        self._surfaces = {num_sms: whole} | {sms: fill_like(measured, whole) for sms, measured in by_sms.items()}
         self._measured_sizes = sorted(self._surfaces)
 
     def __call__(self, x: float, y: float, sms: int) -> tuple[float, bool]:

@@ -169,9 +169,7 @@ def burst_seconds(point: ProfilePoint, burst_s: float, model: PerformanceModel) 
     return max(WARM_S + burst_s, (MIN_INTERVALS + 1) * max(times_ms) / 1e3) + _BURST_OVERHEAD_S
 
 
-def _at_level(
-    level: int, num_sms: int, decode_sms: Sequence[int], limits: ProfileLimits
-) -> Iterable[ProfilePoint]:
+def _at_level(level: int, num_sms: int, decode_sms: Sequence[int], limits: ProfileLimits) -> Iterable[ProfilePoint]:
     """Points that every table needs (level 0), and those that refine it (level 1)."""
     for batch_size in ((1, 16, 64, 128, 256, limits.max_batch_size), (8, 32, 96, 192, 384))[level]:
         # In coarse steps: a few blocks more or less, as between two starts, must not change the plan.
@@ -255,9 +253,7 @@ def _near(anchor: ProfilePoint, of_kind: Sequence[ProfilePoint], rng: random.Ran
         # Between no cached tokens and the most.
         cached = between(KV_BLOCK_TOKENS * 16, max(point.cached_tokens for point in alike))
         tokens = between(min(point.tokens for point in same_sms), max(point.tokens for point in alike))
-    return ProfilePoint(
-        anchor.kind, anchor.sms, ranged("batch_size"), ranged("context_tokens"), tokens, cached
-    )
+    return ProfilePoint(anchor.kind, anchor.sms, ranged("batch_size"), ranged("context_tokens"), tokens, cached)
 
 
 # ---- results ----
@@ -284,9 +280,7 @@ def to_points(measured: Measured, wanted: Sequence[ProfilePoint]) -> Points:
         if repeats := measured.get(point, ()):
             shape = (getattr(point, name) for name in _SHAPES[point.kind])
             by_lane = tuple(zip(*repeats, strict=True))
-            points[point.kind].append(
-                POINT_KINDS[point.kind](*shape, *map(statistics.median, by_lane), *by_lane)
-            )
+            points[point.kind].append(POINT_KINDS[point.kind](*shape, *map(statistics.median, by_lane), *by_lane))
     return Points(**{kind: tuple(found) for kind, found in points.items()})
 
 

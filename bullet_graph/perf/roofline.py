@@ -87,9 +87,7 @@ def decode_weight_bytes(shape: DecoderShape, *, batch_size: int, dtype_bytes: in
     return (shape.num_layers * layer + rest) * dtype_bytes
 
 
-def decode_step_bytes(
-    shape: DecoderShape, *, batch_size: int, context_tokens: float, dtype_bytes: int
-) -> float:
+def decode_step_bytes(shape: DecoderShape, *, batch_size: int, context_tokens: float, dtype_bytes: int) -> float:
     """Least bytes that one decode step moves: weights, the KV cache read, and the tokens added to it.
 
     Activations are left out: they stay in the caches of any device that could run the model. Each sequence attends to
@@ -178,9 +176,7 @@ class Roofline:
         kv_ms = self._kv_ms(batch_size, kv_tokens, self.num_sms)
         return Prediction(self.prefill(tokens + batch_size, pairs).ms + kv_ms, measured=False)
 
-    def split(
-        self, decode_sms: int, batch_size: int, kv_tokens: int, tokens: int, pairs: float
-    ) -> SplitPrediction:
+    def split(self, decode_sms: int, batch_size: int, kv_tokens: int, tokens: int, pairs: float) -> SplitPrediction:
         return SplitPrediction(
             decode_ms=self.sharing_slowdown * self.decode(batch_size, kv_tokens, decode_sms).ms,
             prefill_ms=self.sharing_slowdown * self.prefill(tokens, pairs, self.num_sms - decode_sms).ms,

@@ -113,9 +113,7 @@ def nodes_around(measured: Sequence[float], end: float) -> list[float]:
     return [*below, *above]
 
 
-def _row_line(
-    x: float, rows: Mapping[float, Mapping[float, float]], reference: Reference
-) -> Callable[[float], float]:
+def _row_line(x: float, rows: Mapping[float, Mapping[float, float]], reference: Reference) -> Callable[[float], float]:
     """Time along one measured row."""
     row = rows[x]
     least_ms = _LEAST_SHARE * min(row.values())
@@ -169,9 +167,7 @@ def _fill(
     return scale * reference(x, y)
 
 
-def clamp_cells(
-    filled: Sequence[Sequence[float]], measured: Sequence[Sequence[float | None]]
-) -> list[list[float]]:
+def clamp_cells(filled: Sequence[Sequence[float]], measured: Sequence[Sequence[float | None]]) -> list[list[float]]:
     """Measured cells, and filled ones limited to the range between the measured cells below and above them."""
     times = np.array(measured, dtype=np.float64)
     known = ~np.isnan(times)

@@ -170,9 +170,7 @@ def _differences(required: Mapping[str, Any], found: Mapping[str, Any]) -> list[
 
 def write_table(table: PerfTable, path: Path) -> None:
     """Write a table as JSON, replacing an existing file atomically; PerfTableError where that fails."""
-    content = {"format": FORMAT, "version": VERSION, "num_layers": table.key.shape["num_layers"]} | asdict(
-        table
-    )
+    content = {"format": FORMAT, "version": VERSION, "num_layers": table.key.shape["num_layers"]} | asdict(table)
     text = json.dumps({**content, "checksum": _checksum(content)}, indent=1, allow_nan=False) + "\n"
     draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:

@@ -193,23 +193,17 @@ def read_trace(path: Path) -> Trace:
                     launches.append(record)
                 case _Retirement(ticket, time_s, device_ms):
                     index = pending.pop(ticket)
-                    launches[index] = dataclasses.replace(
-                        launches[index], retired_s=time_s, device_ms=device_ms
-                    )
+                    launches[index] = dataclasses.replace(launches[index], retired_s=time_s, device_ms=device_ms)
                 case TracedRequest():
                     requests.append(record)
                     if record.token_us:
                         last_s = max(last_s, record.arrival_s + record.token_us[-1] / 1e6)
                     continue
         except KeyError as missing:
-            raise TraceError(
-                f"{place} refers to {missing}, which is on no line before; the file is damaged"
-            ) from None
+            raise TraceError(f"{place} refers to {missing}, which is on no line before; the file is damaged") from None
         last_s = max(last_s, record.time_s)
     if header is None:
-        raise TraceError(
-            f"{path}: the file is empty; name a file that bullet-graph's --trace-decisions wrote"
-        )
+        raise TraceError(f"{path}: the file is empty; name a file that bullet-graph's --trace-decisions wrote")
     if pending:
         notes.append(f"launches that were never seen to end, and are left out: {len(pending)}")
     starts = [d.time_s for d in [*decisions.values()][:1]] + [x.time_s for x in launches[:1]]

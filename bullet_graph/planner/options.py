@@ -58,8 +58,7 @@ class Predictor:
         self.whole_chunk = model.wave_chunk_tokens(max_chunk_tokens)
         num_sms, lane = model.num_sms, min(max_chunk_tokens, TUNING.lane_chunk_tokens)
         self.lane_chunks = {
-            sms: model.wave_chunk_tokens(lane * (num_sms - sms) // num_sms, num_sms - sms)
-            for sms in decode_sms
+            sms: model.wave_chunk_tokens(lane * (num_sms - sms) // num_sms, num_sms - sms) for sms in decode_sms
         }
         lane_tokens = model.wave_chunk_tokens(lane)
         lane_ms = model.prefill(lane_tokens, attention_pairs(lane_tokens)).ms

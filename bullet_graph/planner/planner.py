@@ -127,9 +127,7 @@ class Planner:
             return Plan("solo", decode=False, chunk_tokens=rows, decode_ms=ms)
         layer_ms = self._alone_ms(backlog, backlog.tokens, "solo") / predictor.model.num_layers
         layers = min(max(round(TUNING.solo_slice_ms / layer_ms), 1), backlog.layers_left)
-        return Plan(
-            "solo", decode=False, prefill_lane="prefill", slice_layers=layers, slice_ms=layers * layer_ms
-        )
+        return Plan("solo", decode=False, prefill_lane="prefill", slice_layers=layers, slice_ms=layers * layer_ms)
 
     def _alone_ms(self, backlog: Backlog, tokens: int, policy: PolicyName) -> float:
         ms = backlog.alone_ms(tokens, policy)

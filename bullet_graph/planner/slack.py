@@ -172,9 +172,7 @@ def _late_share(late: list[tuple[float, int]], seconds: Sequence[float], now_s: 
     return share
 
 
-def spare_ms(
-    load: Load, awaited_s: Iterable[tuple[float, float]], *, ms_per_token: float, layers: int
-) -> float:
+def spare_ms(load: Load, awaited_s: Iterable[tuple[float, float]], *, ms_per_token: float, layers: int) -> float:
     """Longest time that the loop may stop launching without missing a target that can be met; 0 for not at all.
 
     Sequences that decode can wait for their slack. A prompt can wait until it would end after its deadline, if prompts

@@ -72,9 +72,7 @@ def build_executor(
     """
     with clock.phase("device"):
         check_device(config, runtime)
-        cached_table = partial(
-            capture_cache.cached_perf_table, capture_cache.configured_store(config), runtime
-        )
+        cached_table = partial(capture_cache.cached_perf_table, capture_cache.configured_store(config), runtime)
         performance = find_performance(config, runtime, cached_table=cached_table)
         ledger = plan_ledger(config, runtime, performance)
     on_ledger(ledger)
@@ -90,9 +88,7 @@ def build_executor(
     return replace(built, compiles=compiles, cache_use=cache_use, self_check=None)
 
 
-def artifact_plan(
-    config: EngineConfig, runtime: Runtime, performance: PerformanceModel | None
-) -> dict[str, Any]:
+def artifact_plan(config: EngineConfig, runtime: Runtime, performance: PerformanceModel | None) -> dict[str, Any]:
     """What this engine's entry in a capture cache is named by, besides machine and model; raises ConfigError."""
     if runtime.device.type == "cpu":
         model, dtype = Path(config.model).name, runtime.dtype_name
@@ -102,9 +98,7 @@ def artifact_plan(
     return plan if config.cuda_graphs else plan | {"cuda_graphs": False}
 
 
-def plan_ledger(
-    config: EngineConfig, runtime: Runtime, performance: PerformanceModel | None = None
-) -> MemoryLedger:
+def plan_ledger(config: EngineConfig, runtime: Runtime, performance: PerformanceModel | None = None) -> MemoryLedger:
     """Divide the device's memory as an engine would, without allocating anything; raises as :func:`build_executor`.
 
     ``performance`` is the model whose partitions the policy may choose from; None where it chooses none.
@@ -135,9 +129,7 @@ def plan_ledger(
     )
 
 
-def capture_plan_of(
-    config: EngineConfig, runtime: Runtime, performance: PerformanceModel | None = None
-) -> CapturePlan:
+def capture_plan_of(config: EngineConfig, runtime: Runtime, performance: PerformanceModel | None = None) -> CapturePlan:
     """What an engine on a GPU captures: the plan it names, or all buckets for the partitions it may use.
 
     Raises ConfigError where the plan cannot be read or is another engine's, PartitionError where a size is odd.
@@ -232,9 +224,7 @@ def _build_cuda(
     plan = capture_plan_of(config, runtime, performance)
     # Before the weights are loaded: a partition that does not hold should fail early, and the proof needs an idle GPU.
     with clock.phase("partitions"):
-        backend, why = open_backend(
-            config.partition_backend, tuple(plan.batch_sizes), device=runtime.device.index
-        )
+        backend, why = open_backend(config.partition_backend, tuple(plan.batch_sizes), device=runtime.device.index)
     with ExitStack() as undo, capture_cache.triton_hashed_meanwhile():
         undo.callback(backend.close)
         decoder, join_weights = undo.enter_context(

@@ -92,9 +92,7 @@ def run_burst(lanes: Sequence[FedLane], burst_s: float) -> tuple[float, ...]:
 class Workbench:
     """A model, its cache, filled with random numbers, and both lanes' buffers, which measure points up to limits."""
 
-    def __init__(
-        self, decoder: Decoder, backend: PartitionBackend, *, limits: ProfileLimits, seed: int
-    ) -> None:
+    def __init__(self, decoder: Decoder, backend: PartitionBackend, *, limits: ProfileLimits, seed: int) -> None:
         device = decoder.cos_sin.device
         self.num_sms = torch.cuda.get_device_properties(device).multi_processor_count
         self._backend = backend
@@ -152,9 +150,7 @@ class Workbench:
         lanes: list[FedLane] = []
         if point.kind in ("decode", "split"):
             inputs = decode_inputs(lay_out(None, self._decode_rows(point), KV_BLOCK_TOKENS))
-            lanes.append(
-                FedLane(self._stream("decode", partition), lambda: self._graphs.run(inputs, partition))
-            )
+            lanes.append(FedLane(self._stream("decode", partition), lambda: self._graphs.run(inputs, partition)))
         if point.kind == "mixed":
             # A forward with decode rows in it runs on the decode lane, as in the engine.
             mixed = lay_out(self._chunk(point), self._decode_rows(point), KV_BLOCK_TOKENS)
@@ -200,9 +196,7 @@ def open_workbench(prepared: Prepared, *, progress: bool) -> Iterator[tuple[Work
     backend, why = open_backend(config.partition_backend, partitions, device=runtime.device.index)
     with closing(backend):
         # The bench alone holds the decoder, so that closing it frees the memory.
-        bench = Workbench(
-            _loaded_decoder(prepared, progress), backend, limits=prepared.limits, seed=config.seed
-        )
+        bench = Workbench(_loaded_decoder(prepared, progress), backend, limits=prepared.limits, seed=config.seed)
         try:
             yield bench, why
         finally:
@@ -211,9 +205,7 @@ def open_workbench(prepared: Prepared, *, progress: bool) -> Iterator[tuple[Work
 
 
 def _loaded_decoder(prepared: Prepared, progress: bool) -> Decoder:
-    start = decoder_while_loading(
-        prepared.config, prepared.runtime, prepared.ledger, StartClock(), progress=progress
-    )
+    start = decoder_while_loading(prepared.config, prepared.runtime, prepared.ledger, StartClock(), progress=progress)
     with start as (decoder, join_weights):
         join_weights()
     return decoder

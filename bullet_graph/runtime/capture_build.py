@@ -173,9 +173,7 @@ _POSITION = 5
 """Position of decode rows; any will do."""
 
 
-def exercise(
-    executor: Executor, *, max_rows: int, max_num_seqs: int, max_model_len: int, num_kv_blocks: int
-) -> None:
+def exercise(executor: Executor, *, max_rows: int, max_num_seqs: int, max_model_len: int, num_kv_blocks: int) -> None:
     """Launch every kind of step that fits, so that kernels which no start needs are compiled.
 
     ``num_kv_blocks`` includes that of padding.

@@ -174,9 +174,7 @@ CaptureOpener = Callable[[EngineConfig, Runtime, dict[str, Any]], AbstractContex
 
 
 @contextmanager
-def open_capture_entry(
-    config: EngineConfig, runtime: Runtime, plan: dict[str, Any]
-) -> Iterator[CapturedStart]:
+def open_capture_entry(config: EngineConfig, runtime: Runtime, plan: dict[str, Any]) -> Iterator[CapturedStart]:
     """What the configured capture cache has for an engine; its Triton kernels are found during the block.
 
     Where nothing fits or files are damaged, a warning says why, and everything is compiled. For ``plan`` see
@@ -244,9 +242,7 @@ def _why(store: CaptureStore, lookup: Lookup) -> str:
     if lookup.nearest is None:
         return f"{store.root} has no entries"
     first, more = lookup.differences[:2], len(lookup.differences[2:])
-    found = "; ".join(
-        f"{d.component} is {d.here or 'unknown'} here, {d.cached or 'unknown'} there" for d in first
-    )
+    found = "; ".join(f"{d.component} is {d.here or 'unknown'} here, {d.cached or 'unknown'} there" for d in first)
     nearest = f"of the nearest, {lookup.nearest.entry_id}, {found}{f' and {more} more' if more else ''}"
     return f"{store.root} has no entry for this engine; {nearest}"
 

@@ -55,9 +55,7 @@ class CpuExecutor(Executor):
 
     max_in_flight = 1
 
-    def __init__(
-        self, decoder: Decoder, *, max_num_seqs: int, functions: LayerFunctions | None = None
-    ) -> None:
+    def __init__(self, decoder: Decoder, *, max_num_seqs: int, functions: LayerFunctions | None = None) -> None:
         self._decoder = decoder
         self._functions = eager_functions(TorchOps()) if functions is None else functions
         self._state = SamplingState(max_num_seqs, decoder.config.vocab_size, torch.device("cpu"))
@@ -88,9 +86,7 @@ class CpuExecutor(Executor):
             del self._forwards[placement.lane]
             if (scored := rows.scored) is not None:
                 ids = torch.from_numpy(scored.rows), torch.from_numpy(scored.token_ids)
-                prompt_logprobs = _logprobs(
-                    self._decoder.score(hidden, *ids, scored.num_logprobs, self._functions.ops)
-                )
+                prompt_logprobs = _logprobs(self._decoder.score(hidden, *ids, scored.num_logprobs, self._functions.ops))
                 hidden = hidden.rows(forward.sampled.rows)
             logits = self._decoder.logits(hidden, self._functions.ops)
             slots, positions = torch.from_numpy(rows.sample_slots), torch.from_numpy(rows.sample_positions)
@@ -115,8 +111,7 @@ class CpuExecutor(Executor):
             self._state.write_bitmasks(step.bitmasks.slots, step.bitmasks.words)
         rows = lay_out(step.prefill, step.decode, self._decoder.cache.block_tokens)
         attention, sampled_attention = (
-            reference_attention(self._decoder.cache, rows, q_indptr)
-            for q_indptr in (rows.q_indptr, rows.sample_indptr)
+            reference_attention(self._decoder.cache, rows, q_indptr) for q_indptr in (rows.q_indptr, rows.sample_indptr)
         )
         sampled = SampledRows(
             torch.from_numpy(rows.sample_rows).long(), sampled_attention if len(rows.sample_rows) else None

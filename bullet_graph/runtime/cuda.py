@@ -147,9 +147,7 @@ class CudaExecutor(Executor):
         stream = self._stream("decode", WHOLE_GPU)
         self._layer_graphs: PiecewiseGraphs | None = None
         with torch.cuda.stream(stream), torch.inference_mode():
-            self._state = SamplingState(
-                max_num_seqs + 1, decoder.config.vocab_size, device
-            )  # one for padded rows
+            self._state = SamplingState(max_num_seqs + 1, decoder.config.vocab_size, device)  # one for padded rows
             if config.cuda_graphs:
                 self._layer_graphs = PiecewiseGraphs(
                     decoder,
@@ -181,9 +179,7 @@ class CudaExecutor(Executor):
         """The cost of capturing here."""
         if self._layer_graphs is not None:
             with torch.cuda.stream(stream), torch.inference_mode():
-                self._graphs = DecodeGraphs(
-                    decoder, self._state, max_batch_size=max_num_seqs, compiler=compiler
-                )
+                self._graphs = DecodeGraphs(decoder, self._state, max_batch_size=max_num_seqs, compiler=compiler)
                 self._captures = EngineGraphs(
                     self._graphs, self._layer_graphs, plan, num_layers=decoder.config.num_layers
                 )

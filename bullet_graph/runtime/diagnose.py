@@ -64,9 +64,7 @@ def diagnose(asked: EngineConfig, machine: Machine) -> Diagnosis:
     return Diagnosis("cuda" if machine.uses_gpu else "cpu", tuple(findings))
 
 
-def _finding(
-    section: str, name: str, found: str, advice: str | None = None, level: Level = Level.RED
-) -> Finding:
+def _finding(section: str, name: str, found: str, advice: str | None = None, level: Level = Level.RED) -> Finding:
     """A finding that is green without advice."""
     return Finding(section, name, Level.GREEN if advice is None else level, found, advice)
 
@@ -222,9 +220,7 @@ def _sizes(checks: Iterable[SizeCheck]) -> str:
 
 
 def _judge_caches(machine: Machine) -> Iterator[Finding]:
-    advice = (
-        "it cannot be written, so its work is done anew in each run or fails: give this user write permission"
-    )
+    advice = "it cannot be written, so its work is done anew in each run or fails: give this user write permission"
     for cache in machine.caches:
         name, found = f"cache of {cache.name}", f"{cache.path}, {format_bytes(cache.num_bytes)}"
         yield _finding("caches", name, found, None if cache.is_writable else advice, Level.YELLOW)

@@ -93,9 +93,7 @@ class EagerLane:
         # Fourteen arrays with an entry per row or sequence, two more for each window, and the block ids, twice for
         # prompts that end. A bucket has at most ``max_rows``, too; scored rows are padded.
         num_arrays = 14 + 2 * len(self._windows)
-        self._uploader = Uploader(
-            num_arrays * (max_rows + SCORED_ROWS) + 2 * decoder.cache.num_blocks, device
-        )
+        self._uploader = Uploader(num_arrays * (max_rows + SCORED_ROWS) + 2 * decoder.cache.num_blocks, device)
 
     def run(self, rows: Rows, *, whole_gpu: bool = True) -> tuple[Tensor, Tensor]:
         """Enqueue a whole forward on the current stream; returns as :meth:`finish`."""
@@ -145,8 +143,7 @@ class EagerLane:
         gpu = SimpleNamespace(**dict(zip(arrays, uploaded, strict=False)))
         windows_and_scored = uploaded[len(arrays) :]
         ended_by_window, decode_by_window = (
-            dict(zip(self._windows, windows_and_scored[first:], strict=False))
-            for first in (0, len(self._windows))
+            dict(zip(self._windows, windows_and_scored[first:], strict=False)) for first in (0, len(self._windows))
         )
         num_cached = rows.num_continued
         num_fresh_rows = rows.num_prefill_rows - int(rows.q_indptr[num_cached])

@@ -31,9 +31,7 @@ SOURCES = (
 )
 """Files that decide which kernels there are and what is captured. Whole files: Triton's keys hold line numbers."""
 
-_NO_KERNELS = frozenset(
-    f"models/{name}.py" for name in ("checkpoint", "hub", "json_files", "progress", "tokenizer")
-)
+_NO_KERNELS = frozenset(f"models/{name}.py" for name in ("checkpoint", "hub", "json_files", "progress", "tokenizer"))
 
 
 def fingerprint_of(runtime: Runtime) -> dict[str, str]:
@@ -115,9 +113,7 @@ def _cxx_compiler() -> str:
     # As in Inductor's setting cpp.cxx; asking Inductor would import torch's compiler for seconds.
     compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
     try:
-        version = subprocess.check_output(
-            [compiler, "--version"], stderr=subprocess.DEVNULL, text=True, timeout=20
-        )
+        version = subprocess.check_output([compiler, "--version"], stderr=subprocess.DEVNULL, text=True, timeout=20)
     except (OSError, subprocess.SubprocessError):
         return _NONE
     first_line = version.partition("\n")[0].strip()

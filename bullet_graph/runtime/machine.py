@@ -257,9 +257,7 @@ def default_decode_sms(num_sms: int) -> tuple[int, ...]:
     return tuple(sorted(sizes - {0}))
 
 
-def check_partitions(
-    name: str, decode_sms: Iterable[int], *, num_sms: int, device: int = 0
-) -> PartitionChecks:
+def check_partitions(name: str, decode_sms: Iterable[int], *, num_sms: int, device: int = 0) -> PartitionChecks:
     """Open each back end, prove the sizes one by one, and close it; their failures are reported, not raised.
 
     ``name`` is that of a back end, or "auto" for all of them. Without ``decode_sms``, :func:`default_decode_sms` are

@@ -103,9 +103,7 @@ def plan_memory(
     Raises InsufficientMemoryError, which names the shortage and the settings to change, where one sequence of
     ``max_model_len`` tokens, or ``kv_cache_bytes``, does not fit.
     """
-    budget = int(device.total_bytes * config.gpu_memory_utilization) - (
-        device.total_bytes - device.free_bytes
-    )
+    budget = int(device.total_bytes * config.gpu_memory_utilization) - (device.total_bytes - device.free_bytes)
     weights = model.num_parameters * dtype_bytes
     tables = 4 * len(model.distinct_ropes) * model.head_dim * max_model_len
     activations = _activation_bytes(config, model, dtype_bytes) + tables

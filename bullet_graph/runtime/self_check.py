@@ -113,9 +113,7 @@ class SelfCheck:
             return reference_logits(self.decoder, eager_functions(TorchOps()), rows.token_ids, rows).float()
 
 
-def reference_logits(
-    decoder: Decoder, functions: LayerFunctions, token_ids: Int32Array, rows: Rows
-) -> Tensor:
+def reference_logits(decoder: Decoder, functions: LayerFunctions, token_ids: Int32Array, rows: Rows) -> Tensor:
     """Logits of the rows that are sampled, [s, vocab_size], with reference attention; ``token_ids`` are of all rows."""
     device = decoder.cos_sin.device
     hidden = decoder.run_layers(

@@ -178,9 +178,7 @@ class SimulatedExecutor(Executor):
     def _alone_ms(self, work: StepWork, placement: Placement) -> float:
         lane, partition = placement.lane, placement.partition
         if work.batch_size and lane == "prefill":
-            raise ValueError(
-                "decode rows were launched on the prefill lane: they run on the decode lane alone"
-            )
+            raise ValueError("decode rows were launched on the prefill lane: they run on the decode lane alone")
         if work.tokens and lane == "decode" and partition != WHOLE_GPU:
             raise PartitionError(
                 f"prompt rows were placed on {partition} in the decode lane, but the performance model knows them "

@@ -86,18 +86,14 @@ class LimitedConnection(HttpToolsProtocol):
         super().on_header(name, value)
         most = self._settings.max_headers
         if len(self.headers) > most:
-            self._refusal = ApiError(
-                431, f"a request may have at most {most} headers (--max-headers): send fewer"
-            )
+            self._refusal = ApiError(431, f"a request may have at most {most} headers (--max-headers): send fewer")
             raise self._refusal
 
     def on_headers_complete(self) -> None:
         self._in_head = False
         self._end_wait()
         if len(self.pipeline) >= _MOST_AHEAD:
-            self._refusal = ApiError(
-                429, f"at most {_MOST_AHEAD} requests may be sent ahead of an answer: wait for it"
-            )
+            self._refusal = ApiError(429, f"at most {_MOST_AHEAD} requests may be sent ahead of an answer: wait for it")
             raise self._refusal
         super().on_headers_complete()
 
@@ -115,9 +111,7 @@ class LimitedConnection(HttpToolsProtocol):
 
     def _too_large(self) -> ApiError:
         most = self._settings.max_header_bytes
-        return ApiError(
-            431, f"URL and headers may have at most {most:,} bytes (--max-header-size): send less"
-        )
+        return ApiError(431, f"URL and headers may have at most {most:,} bytes (--max-header-size): send less")
 
     def _await_head(self) -> None:
         if self._deadline is None:

@@ -186,9 +186,7 @@ class ChatFormat(AnswerFormat):
     event_type = "chat.completion.chunk"
     prompt_ids_in_choices = False
 
-    def __init__(
-        self, *args: Any, call_parser: Callable[[], ToolCallParser] | None = None, **options: Any
-    ) -> None:
+    def __init__(self, *args: Any, call_parser: Callable[[], ToolCallParser] | None = None, **options: Any) -> None:
         super().__init__(*args, **options)
         self._parsers = None if call_parser is None else defaultdict[int, ToolCallParser](call_parser)
 

@@ -48,9 +48,7 @@ Indexed = tuple[int, RequestOutput]
 class Generation:
     """Serves requests on the engine, each inside the gate."""
 
-    def __init__(
-        self, engine: AsyncEngine, settings: ServeSettings, gate: Gate, metrics: ServerMetrics
-    ) -> None:
+    def __init__(self, engine: AsyncEngine, settings: ServeSettings, gate: Gate, metrics: ServerMetrics) -> None:
         self._engine = engine
         self._settings = settings
         self._gate = gate
@@ -124,9 +122,7 @@ class Generation:
         self._gate.check_open()
         limit, vocabulary = self._engine.engine.max_model_len, self._engine.engine.model_config.vocab_size
         if self._tokenizer is None:
-            raise PromptError(
-                "the model has no tokenizer, so its tokens have no text: serve a folder with one"
-            )
+            raise PromptError("the model has no tokenizer, so its tokens have no text: serve a folder with one")
         if len(request.tokens) > limit:
             raise PromptError(f"`tokens` may be at most {limit} here, found {len(request.tokens)}")
         if (largest := max(request.tokens, default=0)) >= vocabulary:
@@ -143,9 +139,7 @@ class Generation:
                 tally.output_tokens += sum(len(sample.token_ids) for sample in output.outputs)
         return written.body([finals[index] for index in range(len(finals))], tally.usage)
 
-    async def _events(
-        self, request: Request, written: AnswerFormat, tally: Tally
-    ) -> AsyncGenerator[bytes, None]:
+    async def _events(self, request: Request, written: AnswerFormat, tally: Tally) -> AsyncGenerator[bytes, None]:
         options = request.stream_options or StreamOptions()
         always = options.include_usage and options.continuous_usage_stats
         more: Fields = {"usage": None} if options.include_usage else {}
@@ -275,9 +269,7 @@ class Generation:
         assert self._tokenizer is not None
         most = self._longest_prompt * self._tokenizer.max_token_characters
         if characters > most:
-            raise self._too_long(
-                f"and no text of more than {most} characters fits, found {characters} characters"
-            )
+            raise self._too_long(f"and no text of more than {most} characters fits, found {characters} characters")
 
     def _too_long(self, found: str) -> ApiError:
         return ApiError(

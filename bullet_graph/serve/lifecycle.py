@@ -42,9 +42,7 @@ class DrainingServer(uvicorn.Server):
     It stops in two stages: it refuses new requests and waits for running ones; then it aborts them.
     """
 
-    def __init__(
-        self, engine: AsyncEngine, settings: ServeSettings, *, on_started: Callable[[], object]
-    ) -> None:
+    def __init__(self, engine: AsyncEngine, settings: ServeSettings, *, on_started: Callable[[], object]) -> None:
         app = create_app(engine, settings)
         self._engine = engine
         self.gate: Gate = app.state.gate
@@ -108,9 +106,7 @@ def bind(settings: ServeSettings) -> socket.socket:
             listener = undo.enter_context(socket.socket(family, kind, protocol))
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             # Connections inherit it. It also holds where an answer lies in the system's buffer, and for a lost peer.
-            listener.setsockopt(
-                socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, math.ceil(settings.write_timeout_s * 1000)
-            )
+            listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, math.ceil(settings.write_timeout_s * 1000))
             listener.bind(address)
             undo.pop_all()
             return listener

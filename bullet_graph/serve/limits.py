@@ -151,9 +151,7 @@ class Gate:
         closed: the server shuts down.
     """
 
-    def __init__(
-        self, engine: AsyncEngine, max_queue_len: int, *, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, engine: AsyncEngine, max_queue_len: int, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._engine = engine
         self._max_queue_len = max_queue_len
         self._clock = clock

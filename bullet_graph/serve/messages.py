@@ -105,9 +105,7 @@ class Message(_Said):
         }
         message |= self.model_dump(include={"name", "tool_call_id"}, exclude_none=True)
         # Templates ask whether the key is there.
-        return message | (
-            {"tool_calls": [call.for_template() for call in self.tool_calls]} if self.tool_calls else {}
-        )
+        return message | ({"tool_calls": [call.for_template() for call in self.tool_calls]} if self.tool_calls else {})
 
 
 Tools = Annotated[list[Tool], Field(max_length=_MOST_TOOLS, description="What the model may call.")]

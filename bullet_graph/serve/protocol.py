@@ -187,9 +187,7 @@ class GenerationRequest(_Request):
     guided_grammar: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    return_token_ids: bool | None = Field(
-        default=None, description="Also return the token ids of prompt and output."
-    )
+    return_token_ids: bool | None = Field(default=None, description="Also return the token ids of prompt and output.")
     slo: Targets | None = Field(default=None, description="Latency targets of this request.")
     cache_salt: Annotated[str, Field(min_length=1, max_length=1000)] | None = Field(
         default=None, description="Only requests with the same salt share cached prefixes."

@@ -57,15 +57,11 @@ class ServeSettings:
         wanted="a number of seconds from 0 to 86400",
         holds=lambda seconds: 0 <= seconds <= 86400,
     )
-    max_body_bytes: int = _size(
-        1 << 20, "Largest body of a request; larger ones get 413.", flag="--max-body-size"
-    )
+    max_body_bytes: int = _size(1 << 20, "Largest body of a request; larger ones get 413.", flag="--max-body-size")
     max_prompt_tokens: int | None = setting(
         None, "Most tokens of a prompt.", no_value="what the model has room for", minimum=1
     )
-    max_queue_len: int = setting(
-        1024, "Requests get 429 while this many sequences wait for KV blocks.", minimum=1
-    )
+    max_queue_len: int = setting(1024, "Requests get 429 while this many sequences wait for KV blocks.", minimum=1)
     request_timeout_s: float = _time(
         600.0,
         "--request-timeout",

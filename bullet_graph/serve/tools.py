@@ -151,9 +151,7 @@ class ToolCallParser:
     # ---- modes: each takes from the rest, and returns whether to go on ----
 
     def _text(self) -> bool:
-        words, mark, rest = (
-            self._rest.partition(self._form.begin) if self._form.begin else (self._rest, "", "")
-        )
+        words, mark, rest = self._rest.partition(self._form.begin) if self._form.begin else (self._rest, "", "")
         if mark:
             self._enter_calls(mark)
         else:

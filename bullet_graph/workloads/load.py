@@ -33,9 +33,7 @@ _HASHED_TOKENS = 512
 """Tokens that each of Mooncake's ``hash_ids`` stands for."""
 
 
-def load_workload(
-    spec: str, *, num_requests: int | None, seed: int = 0, tokenize: Tokenize | None = None
-) -> Workload:
+def load_workload(spec: str, *, num_requests: int | None, seed: int = 0, tokenize: Tokenize | None = None) -> Workload:
     """Load a workload by name or from a file.
 
     Args:
@@ -85,9 +83,7 @@ def load_workload(
     return Workload(path.name, _take(requests, num_requests, path))
 
 
-def _take(
-    requests: Iterator[WorkloadRequest], num_requests: int | None, path: Path
-) -> tuple[WorkloadRequest, ...]:
+def _take(requests: Iterator[WorkloadRequest], num_requests: int | None, path: Path) -> tuple[WorkloadRequest, ...]:
     taken = tuple(itertools.islice(requests, num_requests))
     if not taken:
         raise WorkloadError(f"{path}: at least one request is required, the file holds none")
@@ -158,9 +154,7 @@ def _mooncake_requests(path: Path) -> Iterator[WorkloadRequest]:
         except ValidationError as error:
             raise WorkloadError(f"{where}: {first_problem(error)}") from error
         if len(row.hash_ids) > -(-row.input_length // _HASHED_TOKENS):
-            most = (
-                f"at most one of hash_ids for each {_HASHED_TOKENS} tokens of input_length={row.input_length}"
-            )
+            most = f"at most one of hash_ids for each {_HASHED_TOKENS} tokens of input_length={row.input_length}"
             raise _wrong(where, f"{most} is required", len(row.hash_ids))
         first_ms = row.timestamp if first_ms is None else first_ms
         previous_s = _in_order((row.timestamp - first_ms) / 1e3, previous_s, "timestamp", where)

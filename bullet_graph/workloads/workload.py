@@ -126,9 +126,7 @@ class Arrivals:
 
     def _recorded(self, workload: Workload) -> Times:
         if not (math.isfinite(self.time_scale) and self.time_scale > 0):
-            raise ConfigError(
-                f"the scale of a trace's times must be a finite number above 0, got {self.time_scale}"
-            )
+            raise ConfigError(f"the scale of a trace's times must be a finite number above 0, got {self.time_scale}")
         times = [request.arrival_s for request in workload.requests]
         if None in times:
             raise WorkloadError(
@@ -162,9 +160,7 @@ class Arrivals:
         return scaled
 
 
-def make_prompt_token_ids(
-    request: WorkloadRequest, index: int, vocab_size: int, seed: int
-) -> npt.NDArray[np.int32]:
+def make_prompt_token_ids(request: WorkloadRequest, index: int, vocab_size: int, seed: int) -> npt.NDArray[np.int32]:
     """A request's own token ids, or random ones in [0, vocab_size): int32 [request.prompt_tokens].
 
     Those of a later turn are what it adds to the turn before, which is shorter. Random ids depend on (seed, index)

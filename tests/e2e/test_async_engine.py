@@ -68,9 +68,7 @@ def test_the_example_of_a_page_runs(page: str) -> None:
     text = Path(bullet_graph.__file__).parents[1].joinpath(page).read_text(encoding="utf-8")
     examples = re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
     (example,) = [example for example in examples if "asyncio" in example]
-    done = subprocess.run(
-        [sys.executable, "-c", example], capture_output=True, text=True, timeout=50, check=True
-    )
+    done = subprocess.run([sys.executable, "-c", example], capture_output=True, text=True, timeout=50, check=True)
     assert done.stdout.count("\n") >= 2
 
 
@@ -92,8 +90,7 @@ async def test_outputs_come_as_they_grow(engine: AsyncEngine, model: Model) -> N
 async def test_many_at_once_equal_each_alone(model: Model) -> None:
     prompts = [[n, 2 * n + 1, 7] * (1 + n % 4) for n in range(12)]
     params = [
-        SamplingParams(seed=n, max_tokens=3 + n, ignore_eos=True, temperature=n % 3, n=1 + n % 2)
-        for n in range(12)
+        SamplingParams(seed=n, max_tokens=3 + n, ignore_eos=True, temperature=n % 3, n=1 + n % 2) for n in range(12)
     ]
     with make_engine(model.folder) as alone:
         expected = [
@@ -132,9 +129,7 @@ async def test_the_event_loop_goes_on_while_the_engine_works(engine: AsyncEngine
 # ---- leaving early ----
 
 
-async def test_cancelling_a_task_aborts_its_request_alone(
-    engine: AsyncEngine, model: Model, gate: Gate
-) -> None:
+async def test_cancelling_a_task_aborts_its_request_alone(engine: AsyncEngine, model: Model, gate: Gate) -> None:
     started = asyncio.Event()
 
     async def consume() -> None:
@@ -167,9 +162,7 @@ async def test_leaving_the_generator_aborts(engine: AsyncEngine, gate: Gate, clo
     assert engine.engine.stats().num_steps < 100
 
 
-async def test_an_id_can_be_used_again_right_after_its_request_was_left(
-    engine: AsyncEngine, model: Model
-) -> None:
+async def test_an_id_can_be_used_again_right_after_its_request_was_left(engine: AsyncEngine, model: Model) -> None:
     # The abort must not end the new request of the same id.
     for _ in range(20):
         generator = engine.generate(PROMPT, LONG, "same")
@@ -310,16 +303,12 @@ async def test_requests_that_race_with_shutdown_all_get_an_answer(model: Model) 
         assert all(isinstance(result, (list, EngineDeadError)) for result in results)
 
 
-async def test_a_failure_reaches_all_streams_and_later_ones(
-    model: Model, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_failure_reaches_all_streams_and_later_ones(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     error = RuntimeError("on fire")
     fail_launches(monkeypatch, 4, error)
     engine = AsyncEngine(make_engine(model.folder, max_num_seqs=2))
     async with asyncio.timeout(20):
-        results = await asyncio.gather(
-            *(collect(engine, PROMPT, LONG) for _ in range(5)), return_exceptions=True
-        )
+        results = await asyncio.gather(*(collect(engine, PROMPT, LONG) for _ in range(5)), return_exceptions=True)
     monkeypatch.undo()
     results += await asyncio.gather(collect(engine, PROMPT), return_exceptions=True)
     for result in results:

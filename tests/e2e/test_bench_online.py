@@ -26,15 +26,11 @@ def bench(*arguments: str, trace: Path | str) -> Result:
 
 
 @pytest.mark.parametrize("policies", [("auto",), ("mixed",), ("auto", "mixed", "serial")])
-def test_targets_without_a_table_get_a_fixed_chunk_and_one_warning(
-    policies: tuple[str, ...], trace: Path
-) -> None:
+def test_targets_without_a_table_get_a_fixed_chunk_and_one_warning(policies: tuple[str, ...], trace: Path) -> None:
     chosen = [word for policy in policies for word in ("--policy", policy)]
     result = bench("--goodput", "ttft:500", "tpot:15", *chosen, trace=trace)
     assert result.exit_code == 0, result.output
-    assert (
-        result.stderr.count("warning: there is no performance table, so forwards have at most 512 rows") == 1
-    )
+    assert result.stderr.count("warning: there is no performance table, so forwards have at most 512 rows") == 1
     assert "choose --policy mixed:CHUNK, or pass --perf-table roofline" in result.stderr
 
 

@@ -35,9 +35,7 @@ def bench(url: str, trace: Path, *options: str) -> Result:
     return run("bench", "serve", *arguments)
 
 
-def test_it_has_the_fields_of_bench_online_and_the_same_requests(
-    served: Served, trace: Path, tmp_path: Path
-) -> None:
+def test_it_has_the_fields_of_bench_online_and_the_same_requests(served: Served, trace: Path, tmp_path: Path) -> None:
     options = ("--request-rate", "100", "--goodput", "ttft:60000", "tpot:60000", "--seed", "3", "--json")
     path = tmp_path / "server.json"
     found = printed(bench(served.url, trace, *options, "--api-key", "k", "--output-json", str(path)))

@@ -196,18 +196,14 @@ def test_a_wrong_part_is_found_by_the_self_check(
     assert explained.exit_code == 1
     assert "self_check" in explained.stdout
     archive = str(store.root.parent / "wrong.tgz")
-    assert "was rejected" in refused(
-        run("capture", "export", only_entry(store).entry_id, archive, *cache_dir)
-    )
+    assert "was rejected" in refused(run("capture", "export", only_entry(store).entry_id, archive, *cache_dir))
     assert not json_of("capture", "build", *OPTIONS, *cache_dir)["was_there"]
     assert quickly == ["attention_input", "attention_output"]
     with engine_from(store) as engine:
         assert (engine.compiles.dynamo_frames, engine.cache_use.problems) == (0, ())
 
 
-def test_a_part_that_cannot_be_loaded(
-    store: CaptureStore, quickly: list[str], expected: list[list[int]]
-) -> None:
+def test_a_part_that_cannot_be_loaded(store: CaptureStore, quickly: list[str], expected: list[list[int]]) -> None:
     del quickly
     plant(store, b"not a package at all")
     with warned(store, r"attention_output\.pt2 cannot be loaded") as engine:
@@ -236,7 +232,5 @@ def test_a_wrong_part_is_not_built(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_settings_that_make_no_sense(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"on the CPU nothing is: pass compile=True"):
         Engine("tiny", device="cpu", capture_cache=tmp_path)
-    told = refused(
-        run("generate", "--model", "tiny", "--device", "cpu", "--prompt", "1", "--capture-cache", "auto")
-    )
+    told = refused(run("generate", "--model", "tiny", "--device", "cpu", "--prompt", "1", "--capture-cache", "auto"))
     assert "--compile" in told

@@ -28,9 +28,7 @@ def has_driver() -> bool:
     return True
 
 
-without_gpu = pytest.mark.skipif(
-    torch.cuda.is_available() or has_driver(), reason="needs a machine without a GPU"
-)
+without_gpu = pytest.mark.skipif(torch.cuda.is_available() or has_driver(), reason="needs a machine without a GPU")
 
 
 @pytest.fixture(autouse=True)
@@ -144,9 +142,7 @@ UNKNOWN = dataclasses.replace(DRIVER, cuda_version=13990)
 LINE = '(13990, "x86_64"): 0x600,  # calibrated on 580.159.04'
 
 
-def test_a_calibration_is_remembered_and_can_be_contributed(
-    own_caches: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_calibration_is_remembered_and_can_be_contributed(own_caches: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     offsets_act(monkeypatch, 0x600, driver=UNKNOWN)
     result = run("doctor", "--calibrate")
     assert result.exit_code == 0, result.output

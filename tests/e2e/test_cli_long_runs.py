@@ -33,9 +33,7 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> None:
 def compare_peers(trace: str, path: Path) -> Result:
     fixed = ("--model", "tiny", "--device", "cpu", "--kv-cache-bytes", "4MiB", "--max-num-seqs", "4")
     rates = ("--rates", "100", "--smoke", "--warmup-requests", "0", "--output-json", str(path))
-    return CliRunner().invoke(
-        compare, [*fixed, "--system", "own:serial", "--workload", f"{trace}@{EASY}", *rates]
-    )
+    return CliRunner().invoke(compare, [*fixed, "--system", "own:serial", "--workload", f"{trace}@{EASY}", *rates])
 
 
 @pytest.mark.parametrize("command", ["throughput", "sweep", "peers", "simulate", "simulate --sweep"])
@@ -75,9 +73,7 @@ def test_a_result_whose_folder_is_removed_is_printed(tmp_path: Path, monkeypatch
     result = run(*SIMULATE, "--output-json", str(folder / "result.json"))
     assert result.exit_code == 2
     assert json.loads(result.stdout)["completed"] == 8
-    assert (
-        "result.json cannot be written (No such file or directory); what it would hold is on" in result.stderr
-    )
+    assert "result.json cannot be written (No such file or directory); what it would hold is on" in result.stderr
 
 
 def test_runs_of_a_sweep_are_printed_when_the_disk_is_full(

@@ -54,9 +54,7 @@ def test_one_policy_has_the_flat_fields_of_vllms_serving_benchmark(table: Path, 
 
 def test_the_same_arguments_give_the_same_figures() -> None:
     arguments = ("--request-rate", "20", "--policy", "auto", *TARGETS, "--save-detailed", "--json")
-    first, again, other = (
-        parsed(simulate(*arguments, "--seed", seed)) | {"date": None} for seed in ("0", "0", "1")
-    )
+    first, again, other = (parsed(simulate(*arguments, "--seed", seed)) | {"date": None} for seed in ("0", "0", "1"))
     assert first == again
     assert first["start_times"] != other["start_times"]
     assert len(first["ttfts"]) == len(first["itls"]) == 30
@@ -76,9 +74,7 @@ def test_several_policies_stand_side_by_side() -> None:
 
 
 def test_recorded_arrivals_and_failed_requests() -> None:
-    flat = parsed(
-        simulate("--request-rate", "trace", "--time-scale", "0.1", "--max-model-len", "1500", "--json")
-    )
+    flat = parsed(simulate("--request-rate", "trace", "--time-scale", "0.1", "--max-model-len", "1500", "--json"))
     assert (flat["request_rate"], flat["burstiness"]) == ("trace", None)
     assert flat["failed"] > 0
     assert flat["completed"] + flat["failed"] == 30
@@ -189,9 +185,7 @@ def test_a_gpu_of_unknown_memory_needs_the_caches_size() -> None:
     assert flat["performance"] == "roofline of an unmeasured GPU"
 
 
-@pytest.mark.parametrize(
-    "arguments", [("--help",), ("--sweep", "--smoke", "--goodput", "ttft:500", "tpot:15")]
-)
+@pytest.mark.parametrize("arguments", [("--help",), ("--sweep", "--smoke", "--goodput", "ttft:500", "tpot:15")])
 def test_no_torch_is_imported(arguments: tuple[str, ...]) -> None:
     command = ("simulate", "--trace", "azure:conv", "--num-prompts", "20", *arguments)
     code = (

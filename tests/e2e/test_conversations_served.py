@@ -116,8 +116,7 @@ def test_a_server_that_gives_no_token_ids_is_told_apart() -> None:
 @pytest.mark.parametrize("command", ["simulate", "online"])
 def test_results_tell_how_many_tokens_could_be_shared(command: str, tmp_path: Path) -> None:
     rows = [
-        {"timestamp": 10 * i, "input_length": 600 + i, "output_length": 2, "hash_ids": [7, 8 + i]}
-        for i in range(3)
+        {"timestamp": 10 * i, "input_length": 600 + i, "output_length": 2, "hash_ids": [7, 8 + i]} for i in range(3)
     ]
     trace = tmp_path / "m.jsonl"
     trace.write_text("\n".join(map(json.dumps, rows)))

@@ -80,9 +80,7 @@ def test_end_of_sequence_ends_an_output_unless_ignored(model: Model, monkeypatch
 def test_min_tokens_keeps_stop_tokens_from_being_sampled(model: Model, policy: str) -> None:
     # Stop at what comes first anyway: it must be passed over, then may come.
     stop = model.greedy(PROMPT, 1)[0]
-    params = SamplingParams(
-        temperature=0, max_tokens=20, min_tokens=7, stop_token_ids=[stop], ignore_eos=True
-    )
+    params = SamplingParams(temperature=0, max_tokens=20, min_tokens=7, stop_token_ids=[stop], ignore_eos=True)
     expected = model.greedy(PROMPT, 20, masked_until={stop: 7})
     assert stop not in expected[:7]
     end = expected.index(stop) + 1 if stop in expected else 20

@@ -51,9 +51,7 @@ def expected_adjusted(model: Model) -> list[tuple[int, ...]]:
 @at_any_depth
 @short_slices
 @pytest.mark.parametrize("policy", ["serial", "mixed:3", "auto"])
-def test_greedy_tokens_equal_the_oracle_s(
-    model: Model, expected_adjusted: list[tuple[int, ...]], policy: str
-) -> None:
+def test_greedy_tokens_equal_the_oracle_s(model: Model, expected_adjusted: list[tuple[int, ...]], policy: str) -> None:
     plain = greedy()
     # Seven requests in four slots: a slot's next sequence starts from its own marks, or from none.
     with make(model, policy, max_num_seqs=4) as engine:
@@ -63,9 +61,7 @@ def test_greedy_tokens_equal_the_oracle_s(
 
 
 @at_any_depth
-def test_a_preempted_request_goes_on_with_its_counts(
-    model: Model, expected_adjusted: list[tuple[int, ...]]
-) -> None:
+def test_a_preempted_request_goes_on_with_its_counts(model: Model, expected_adjusted: list[tuple[int, ...]]) -> None:
     with make_engine(model.folder, max_model_len=64) as engine:
         block_bytes = engine.memory.kv_cache_bytes // engine.memory.num_kv_blocks
     # Four blocks besides that of padding; each sequence grows into a third.
@@ -76,18 +72,14 @@ def test_a_preempted_request_goes_on_with_its_counts(
 
 
 def test_each_sample_counts_its_own_tokens(model: Model) -> None:
-    params = SamplingParams(
-        seed=3, n=3, max_tokens=30, ignore_eos=True, presence_penalty=2, logit_bias={9: 9.0}
-    )
+    params = SamplingParams(seed=3, n=3, max_tokens=30, ignore_eos=True, presence_penalty=2, logit_bias={9: 9.0})
     banned = SamplingParams(seed=3, n=3, max_tokens=30, ignore_eos=True, logit_bias={9: -100.0})
     with make_engine(model.folder) as engine:
         together, without = engine.generate([PROMPT, PROMPT], [params, banned], use_tqdm=False)
         singles = [
             engine.generate(
                 PROMPT,
-                SamplingParams(
-                    seed=3 + i, max_tokens=30, ignore_eos=True, presence_penalty=2, logit_bias={9: 9.0}
-                ),
+                SamplingParams(seed=3 + i, max_tokens=30, ignore_eos=True, presence_penalty=2, logit_bias={9: 9.0}),
                 use_tqdm=False,
             )[0]
             for i in range(3)

@@ -133,9 +133,7 @@ def test_the_time_spent_in_each_policy(policy: PolicyName) -> None:
 # ---- another policy ----
 
 
-def test_a_policy_takes_the_place_of_another(
-    model: Model, launches: Launches, expected: list[tuple[int, ...]]
-) -> None:
+def test_a_policy_takes_the_place_of_another(model: Model, launches: Launches, expected: list[tuple[int, ...]]) -> None:
     with make(model, "serial", slo=EASY) as engine:
         for policy, slo in (("auto", IMPOSSIBLE), ("auto", Slo()), ("mixed:16", EASY), ("serial:7", Slo())):
             engine.set_policy(policy, slo)

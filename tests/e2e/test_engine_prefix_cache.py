@@ -188,11 +188,7 @@ def test_the_simulator_finds_what_the_engine_finds() -> None:
         SimulationSettings(policy=engine.config.policy, kv_cache_tokens=1024, **settings),
     ).stats
     found = stats.prefix_cache_queries, stats.prefix_cache_hits
-    assert (
-        found
-        == (simulated.prefix_cache_queries, simulated.prefix_cache_hits)
-        == (570, 64 + 48 + 64 + 16 + 32)
-    )
+    assert found == (simulated.prefix_cache_queries, simulated.prefix_cache_hits) == (570, 64 + 48 + 64 + 16 + 32)
 
 
 # ---- on the command line ----
@@ -205,9 +201,7 @@ def test_bench_simulate_and_explain_tell_hits(tmp_path: Path) -> None:
     fields = printed(run(*simulated, *chats, "--json"))
     assert 0 < fields["prefix_cache_hits"] < fields["prefix_cache_queries"]
     share = f"{fields['prefix_cache_hits'] / fields['prefix_cache_queries']:.1%}".replace("%", "")
-    assert f"prompt tokens in the prefix cache, % │ {share}" in " ".join(
-        run(*simulated, *chats[:2]).output.split()
-    )
+    assert f"prompt tokens in the prefix cache, % │ {share}" in " ".join(run(*simulated, *chats[:2]).output.split())
     explained = " ".join(run("explain", str(decisions)).output.split())
     assert f"prompt tokens in the prefix cache │ {share} %" in explained
     none = printed(run(*simulated, *chats[:2], "--no-prefix-caching", "--json"))

@@ -71,9 +71,7 @@ def seeded(model: Model) -> list[tuple[int, ...]]:
 @at_any_depth
 @short_slices
 @pytest.mark.parametrize("policy", ["serial", "mixed", "mixed:3", "serial:2", "auto"])
-def test_a_seed_fixes_the_tokens_whatever_else_runs(
-    model: Model, seeded: list[tuple[int, ...]], policy: str
-) -> None:
+def test_a_seed_fixes_the_tokens_whatever_else_runs(model: Model, seeded: list[tuple[int, ...]], policy: str) -> None:
     assert len(set(seeded)) == len(seeded)
     company = [SamplingParams(max_tokens=n) for n in (3, 25, 9, 14, 30)]
     prompts = [[n, n + 1, n + 2] * (1 + n % 5) for n in range(len(company))]

@@ -30,9 +30,7 @@ def assert_scored(model: Model, prompt: Sequence[int], output: RequestOutput, co
 @at_any_depth
 @short_slices
 @pytest.mark.parametrize("policy", ["serial", "mixed:7", "auto"])
-def test_every_token_of_a_prompt_is_scored(
-    model: Model, expected: list[tuple[int, ...]], policy: str
-) -> None:
+def test_every_token_of_a_prompt_is_scored(model: Model, expected: list[tuple[int, ...]], policy: str) -> None:
     greedy = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
     scored = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, prompt_logprobs=3, logprobs=1)
     params = [scored, scored, SCORE, greedy, scored, SCORE]

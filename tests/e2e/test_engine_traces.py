@@ -26,9 +26,7 @@ from bullet_graph.runtime.cpu import CpuExecutor
 
 @short_slices
 @pytest.mark.parametrize("policy", ["mixed", "auto"])
-def test_a_trace_holds_all_that_happened(
-    model: Model, launches: Launches, tmp_path: Path, policy: str
-) -> None:
+def test_a_trace_holds_all_that_happened(model: Model, launches: Launches, tmp_path: Path, policy: str) -> None:
     path = tmp_path / "trace.jsonl"
     slo = Slo(ttft_ms=1e6, tpot_ms=1e-6)
     with make(model, policy, slo=slo, trace_decisions=path) as engine:

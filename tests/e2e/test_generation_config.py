@@ -82,9 +82,7 @@ def answer(served: Served, path: str, **fields: Any) -> tuple[int, ...]:
 def test_fields_that_a_request_leaves_out(served: Served, greedy: tuple[int, ...]) -> None:
     assert answer(served, "completions", prompt=PROMPT)[:7] == greedy
     assert answer(served, "completions", prompt=PROMPT, temperature=None, top_k=None)[:7] == greedy
-    assert (
-        answer(served, "completions", prompt=PROMPT, temperature=3, top_k=-1, top_p=1, min_p=0)[:7] != greedy
-    )
+    assert answer(served, "completions", prompt=PROMPT, temperature=3, top_k=-1, top_p=1, min_p=0)[:7] != greedy
     # OpenAI's own default of a completion, the model's of a chat, and the request's.
     messages = [{"role": "user", "content": "hi"}]
     assert len(answer(served, "completions", prompt=PROMPT)) == 16
@@ -95,9 +93,7 @@ def test_fields_that_a_request_leaves_out(served: Served, greedy: tuple[int, ...
 def test_the_command_line_overrules_them(folder: Path, greedy: tuple[int, ...]) -> None:
     def printed(*arguments: str) -> list[int]:
         prompt = ("--prompt-ids", ",".join(map(str, PROMPT)), "--ignore-eos", "--json")
-        result = run(
-            "generate", "--model", str(folder), "--device", "cpu", *prompt, "--max-tokens", "7", *arguments
-        )
+        result = run("generate", "--model", str(folder), "--device", "cpu", *prompt, "--max-tokens", "7", *arguments)
         assert result.exit_code == 0, result.output
         ids: list[int] = json.loads(result.stdout)["outputs"][0]["token_ids"]
         return ids

@@ -50,9 +50,7 @@ def hub(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterat
         yield hub
 
 
-def test_only_the_files_needed_are_downloaded_and_once(
-    hub: Hub, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_the_files_needed_are_downloaded_and_once(hub: Hub, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with make_engine(folder) as local:
         expected = [tokens_of(output) for output in local.generate(["a", [5, 6]], GREEDY, use_tqdm=False)]
     found = resolve_model(REPO)
@@ -65,17 +63,13 @@ def test_only_the_files_needed_are_downloaded_and_once(
     for offline in (False, True):
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", offline)
         with make_engine(REPO) as engine:
-            assert [
-                tokens_of(output) for output in engine.generate(["a", [5, 6]], GREEDY, use_tqdm=False)
-            ] == expected
+            assert [tokens_of(output) for output in engine.generate(["a", [5, 6]], GREEDY, use_tqdm=False)] == expected
         shards = [path.name for path in folder.glob("model-*.safetensors")]
         assert len(shards) > 1
         assert hub.downloaded() == sorted([*NEEDED, *shards, "model.safetensors.index.json"])
 
 
-def test_a_folder_or_a_preset_comes_before_the_hub(
-    hub: Hub, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_or_a_preset_comes_before_the_hub(hub: Hub, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder.parent)
     hub.repositories[f"{folder.name}/original"] = folder
     with pytest.raises(ModelError, match=r"original/config\.json is missing"):
@@ -126,9 +120,7 @@ def test_the_librarys_settings_hold_in_a_process_of_its_own(hub: Hub, tmp_path: 
     assert {token for _, path, token in hub.seen if REPO in path} == {"Bearer hf_secret"}
 
 
-def test_refusals_say_what_to_do(
-    hub: Hub, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_refusals_say_what_to_do(hub: Hub, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def problem(name: str, *arguments: str) -> str:
         return refused(run("generate", "--model", name, "--device", "cpu", "--prompt-ids", "1", *arguments))
 
@@ -156,9 +148,7 @@ def test_refusals_say_what_to_do(
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     message = problem("new/model", "--revision", "v1")
     assert "there is no folder new/model here" in message
-    assert (
-        "had: run `hf download new/model --revision v1` where the hub can be reached (LocalEntry" in message
-    )
+    assert "had: run `hf download new/model --revision v1` where the hub can be reached (LocalEntry" in message
     assert len(message.partition("(LocalEntry")[2]) < 180, "the library's own text is its first line"
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     point_to(monkeypatch, "http://127.0.0.1:9", tmp_path / "empty")

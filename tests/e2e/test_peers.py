@@ -49,9 +49,7 @@ def order_of_runs(result: Result) -> list[str]:
     return [line.split(": ")[0] for line in result.stderr.splitlines() if " % met" in line]
 
 
-def test_peers_cache_prefixes_where_prompts_share_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_peers_cache_prefixes_where_prompts_share_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engines = install_fake_vllm(monkeypatch)
     trace = tmp_path / "mooncake.jsonl"
     trace.write_text('{"timestamp": 0, "input_length": 600, "output_length": 2, "hash_ids": [3, 4]}\n' * 2)
@@ -149,9 +147,7 @@ def test_searches_side_by_side_go_on_after_an_interruption(
     assert "goodput_99" in again.stdout
 
 
-def test_all_at_once_one_system_after_the_other(
-    trace: Path, server: CompletionsServer, tmp_path: Path
-) -> None:
+def test_all_at_once_one_system_after_the_other(trace: Path, server: CompletionsServer, tmp_path: Path) -> None:
     path = tmp_path / "peers.json"
     systems = ("own:mixed:16", f"openai:{server.url}", "own:serial")
     result = run(trace, path, "--all-at-once", "--one-at-a-time", "--repeats", "2", systems=systems)

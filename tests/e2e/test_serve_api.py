@@ -88,13 +88,9 @@ def test_several_prompts_and_samples_are_numbered_in_order(complete: Create, alo
 
 def test_a_stream_has_an_event_a_token_and_its_usage(served: Served, complete: Create, alone: Engine) -> None:
     options = {"include_usage": True}
-    *tokens, last = complete(
-        prompt="The sea", max_tokens=9, temperature=0, stream=True, stream_options=options
-    )
+    *tokens, last = complete(prompt="The sea", max_tokens=9, temperature=0, stream=True, stream_options=options)
     choices = [choice for chunk in tokens for choice in chunk.choices]
-    assert (
-        "".join(choice.text for choice in choices) == answer(alone, "The sea", max_tokens=9).outputs[0].text
-    )
+    assert "".join(choice.text for choice in choices) == answer(alone, "The sea", max_tokens=9).outputs[0].text
     assert [choice.finish_reason for choice in choices] == [None] * 8 + ["length"]
     assert [(len(chunk.choices), chunk.usage) for chunk in tokens] == [(1, None)] * 9
     assert (last.choices, last.usage.completion_tokens) == ([], 9)
@@ -328,9 +324,7 @@ def test_another_model_is_not_served(complete: Create) -> None:
 def test_a_model_without_a_tokenizer_serves_token_ids(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, "llama", vocab_size=64, num_layers=1, tokenizer=False)
     with serving(tmp_path, max_model_len=64) as served:
-        answer = served.complete(
-            prompt=[5, 6], max_tokens=3, logprobs=1, return_token_ids=True, ignore_eos=True
-        )
+        answer = served.complete(prompt=[5, 6], max_tokens=3, logprobs=1, return_token_ids=True, ignore_eos=True)
         (choice,) = answer["choices"]
         assert choice["text"] == ""
         assert choice["logprobs"]["tokens"] == [f"token_id:{i}" for i in choice["token_ids"]]

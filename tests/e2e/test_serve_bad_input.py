@@ -20,9 +20,7 @@ USER = [{"role": "user", "content": "x"}]
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[Served]:
-    with serving(
-        max_model_len=64, max_body_bytes=20_000, max_prompt_tokens=40, request_timeout_s=20
-    ) as served:
+    with serving(max_model_len=64, max_body_bytes=20_000, max_prompt_tokens=40, request_timeout_s=20) as served:
         yield served
         assert served.complete(prompt=[1], max_tokens=2)
 

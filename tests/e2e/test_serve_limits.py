@@ -316,9 +316,7 @@ def test_a_dead_engine_is_told_in_health_and_to_every_request(monkeypatch: pytes
         assert "on fire" in served.http.get("/live").json()["failure"]
 
 
-def test_a_stuck_lane_fails_all_requests_and_turns_health_red(
-    stuck: Stuck, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_stuck_lane_fails_all_requests_and_turns_health_red(stuck: Stuck, caplog: pytest.LogCaptureFixture) -> None:
     with serving(max_model_len=64, max_num_seqs=2, watchdog_timeout_s=0.4, idle=False) as served:
         # More than can run: some wait, and some the engine's thread has not even seen.
         with ThreadPoolExecutor(5) as clients:

@@ -45,9 +45,7 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.005)
 
 
-async def tokens_of_stream(
-    client: aiohttp.ClientSession, prompt: list[int], max_tokens: int
-) -> tuple[int, ...]:
+async def tokens_of_stream(client: aiohttp.ClientSession, prompt: list[int], max_tokens: int) -> tuple[int, ...]:
     """Each event must bring one token, and the stream must end."""
     ids: list[int] = []
     reason = None
@@ -162,9 +160,7 @@ async def test_a_full_queue_is_told_and_loses_nothing(monkeypatch: pytest.Monkey
             async def try_one(n: int) -> tuple[int, ...] | None:
                 async with client.post(URL, json=body([n], 3)) as response:
                     if response.status == 200:
-                        return tuple(
-                            [event["choices"][0]["token_ids"][0] async for event in events(response)]
-                        )  # type: ignore[index]
+                        return tuple([event["choices"][0]["token_ids"][0] async for event in events(response)])  # type: ignore[index]
                     assert response.status == 429
                     assert int(response.headers["Retry-After"]) >= 1
                     refused.append((await response.json())["error"])

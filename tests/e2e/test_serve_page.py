@@ -37,9 +37,7 @@ def wait_for(page: "sync_api.Page", condition: str) -> None:  # type: ignore[nam
     # Playwright's own waiting evaluates text within the page, which the page's policy forbids.
     deadline = time.monotonic() + 20
     while not page.evaluate(condition):
-        assert time.monotonic() < deadline, (
-            f"{condition} never held; the page shows: {page.text_content('body')}"
-        )
+        assert time.monotonic() < deadline, f"{condition} never held; the page shows: {page.text_content('body')}"
         page.wait_for_timeout(50)
 
 
@@ -69,9 +67,7 @@ def test_the_page_shows_what_the_server_does(browser: "sync_api.Browser") -> Non
             wait_for(page, "Number(document.getElementById('tokens').textContent.replaceAll(',', '')) > 0")
             # Without a GPU, the lanes' shares of the device's time.
             wait_for(page, "Number(document.getElementById('sms-decode').textContent) > 0.05")
-            wait_for(
-                page, "document.querySelector('#sms .decode').getAttribute('points').split(' ').length > 3"
-            )
+            wait_for(page, "document.querySelector('#sms .decode').getAttribute('points').split(' ').length > 3")
             # A line that has left the bottom of its chart.
             heights = page.eval_on_selector(
                 "#sms .decode",
@@ -103,9 +99,7 @@ def test_the_api_is_described_and_can_be_tried(browser: "sync_api.Browser") -> N
         problems: list[str] = []
         page.on("console", lambda message: problems.append(message.text) if message.type == "error" else None)
         page.on("pageerror", lambda error: problems.append(str(error)))
-        page.on(
-            "request", lambda request: problems.extend([] if served.url in request.url else [request.url])
-        )
+        page.on("request", lambda request: problems.extend([] if served.url in request.url else [request.url]))
         page.goto(f"{served.url}/docs")
         wait_for(page, "document.querySelectorAll('details').length > 7")
         part = page.locator("details", has_text="POST /tokenize")

@@ -54,9 +54,7 @@ def test_echo_writes_the_prompt_and_its_logprobs(scoring: Served, model: Model) 
         for row, token_id, found in zip(rows, ids[prompt][1:], logprobs.token_logprobs[1:], strict=False):
             assert found == pytest.approx(float(row[token_id]), abs=1e-3)
         assert all(len(top) in (1, 2, 3) for top in logprobs.top_logprobs[1:])
-        ends = [
-            start + len(token) for start, token in zip(logprobs.text_offset, logprobs.tokens, strict=True)
-        ]
+        ends = [start + len(token) for start, token in zip(logprobs.text_offset, logprobs.tokens, strict=True)]
         assert logprobs.text_offset == [0, *ends[:-1]]
     assert answer.usage is not None
     assert answer.usage.completion_tokens == 12
@@ -127,9 +125,7 @@ def test_lm_eval_finds_the_loglikelihoods_of_transformers(
     # Imported here, once the settings above hold: importing it takes two seconds.
     lm_eval = importlib.import_module("lm_eval")
     tasks = importlib.import_module("lm_eval.tasks")
-    questions = [
-        {"question": text, "choices": CHOICES, "answer": 1} for text in ("The lazy", "A fox;", "你好")
-    ]
+    questions = [{"question": text, "choices": CHOICES, "answer": 1} for text in ("The lazy", "A fox;", "你好")]
     (tmp_path / "test.jsonl").write_text("\n".join(map(json.dumps, questions)))
     (tmp_path / "choice.yaml").write_text(
         f"""task: choice

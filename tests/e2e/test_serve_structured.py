@@ -40,9 +40,7 @@ def served() -> Iterator[Served]:
 
 
 def test_the_client_parses_a_model(client: openai.OpenAI) -> None:
-    answer = client.beta.chat.completions.parse(
-        model=MODEL, messages=MESSAGES, response_format=Fish, n=3, seed=1
-    )
+    answer = client.beta.chat.completions.parse(model=MODEL, messages=MESSAGES, response_format=Fish, n=3, seed=1)
     fishes = [choice.message.parsed for choice in answer.choices]
     assert all(isinstance(fish, Fish) for fish in fishes)
     assert {choice.finish_reason for choice in answer.choices} == {"stop"}
@@ -99,12 +97,8 @@ def test_every_spelling(served: Served, extra: dict[str, Any], pattern: str) -> 
 def test_what_cannot_be_followed_is_a_400_that_names_it(client: openai.OpenAI, served: Served) -> None:
     form: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"not": {"type": "string"}}}}
     for stream in (False, True):
-        with pytest.raises(
-            openai.BadRequestError, match=r"response_format.*Unimplemented keys: \[.*not"
-        ) as refusal:
-            client.chat.completions.create(
-                model=MODEL, messages=MESSAGES, response_format=form, stream=stream
-            )
+        with pytest.raises(openai.BadRequestError, match=r"response_format.*Unimplemented keys: \[.*not") as refusal:
+            client.chat.completions.create(model=MODEL, messages=MESSAGES, response_format=form, stream=stream)
         assert refusal.value.status_code == 400
     impossible = {"prompt": "A", "guided_regex": "a[0-9]", "bad_words": list("0123456789")}
     assert "could not go on" in served.post("/v1/completions", **impossible).json()["error"]["message"]

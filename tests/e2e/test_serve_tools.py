@@ -166,9 +166,7 @@ def test_calls_and_their_results_go_to_and_fro(speaker: Speaker, client: openai.
     assert answer.choices[0].finish_reason == "stop"
 
 
-def test_calls_stream_their_name_first_and_their_arguments_in_pieces(
-    speaker: Speaker, client: openai.OpenAI
-) -> None:
+def test_calls_stream_their_name_first_and_their_arguments_in_pieces(speaker: Speaker, client: openai.OpenAI) -> None:
     form = speaker.name  # type: ignore[attr-defined]
     speaker.says(TWO_CALLS[form])
     words, calls, reasons = "", list[list[str]](), list[str]()
@@ -194,9 +192,7 @@ def test_what_is_no_call_and_calls_that_nobody_wants(speaker: Speaker, client: o
     answer = client.chat.completions.create(model=MODEL, messages=[ASK], tools=TOOLS)
     assert answer.choices[0].message.content == '{"city": "Rome"} '
     speaker.says(TWO_CALLS[form])
-    answer = client.chat.completions.create(
-        model=MODEL, messages=[ASK], tools=TOOLS, parallel_tool_calls=False
-    )
+    answer = client.chat.completions.create(model=MODEL, messages=[ASK], tools=TOOLS, parallel_tool_calls=False)
     assert [call.function.name for call in answer.choices[0].message.tool_calls or []] == ["weather"]
     # Where no tool may be called, the model sees none, and its text is told as it is.
     speaker.says(TWO_CALLS[form])
@@ -237,9 +233,7 @@ def test_a_call_can_be_required(speaker: Speaker, client: openai.OpenAI) -> None
         assert (answer.finish_reason, answer.message.content) == ("tool_calls", None)
         (call,) = answer.message.tool_calls or []
         assert call.function.name in ((name,) if name else ("turn", "stop"))
-        jsonschema.validate(
-            json.loads(call.function.arguments), SIDES if call.function.name == "turn" else {}
-        )
+        jsonschema.validate(json.loads(call.function.arguments), SIDES if call.function.name == "turn" else {})
         pieces = [
             delta
             for chunk in create(tool_choice=choice, parallel_tool_calls=False, seed=seed, stream=True)

@@ -53,9 +53,7 @@ def long_prompt(model: Model) -> list[int]:
 
 @pytest.fixture(scope="module")
 def engine(model: Model) -> Iterator[Engine]:
-    with Engine(
-        str(model.folder), device="cpu", max_model_len=2048, max_num_seqs=16, kv_cache_bytes=2**28
-    ) as engine:
+    with Engine(str(model.folder), device="cpu", max_model_len=2048, max_num_seqs=16, kv_cache_bytes=2**28) as engine:
         yield engine
 
 
@@ -112,14 +110,9 @@ def test_a_chat_over_the_server(model: Model) -> None:
     messages = [{"role": "user", "content": "What is the capital of France? Answer in one word."}]
     theirs = AutoTokenizer.from_pretrained(model.folder)
     with serving(model.folder, max_model_len=256, kv_cache_bytes=2**26) as served:
-        answer = served.post(
-            "/v1/chat/completions", messages=messages, temperature=0, return_token_ids=True
-        ).json()
+        answer = served.post("/v1/chat/completions", messages=messages, temperature=0, return_token_ids=True).json()
     (choice,) = answer["choices"]
-    assert (
-        answer["prompt_token_ids"]
-        == theirs.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
-    )
+    assert answer["prompt_token_ids"] == theirs.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
     assert "Paris" in choice["message"]["content"]
     # The model ends its turn by itself.
     assert choice["finish_reason"] == "stop"

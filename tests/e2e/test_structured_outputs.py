@@ -114,9 +114,7 @@ def test_a_structural_tag_leaves_other_text_free(tiny: Engine) -> None:
         "additionalProperties": False,
     }
     tag = {"triggers": ["e"], "structures": [{"begin": "e=", "schema": schema, "end": ";"}]}
-    params = SamplingParams(
-        n=8, seed=1, max_tokens=100, structured_outputs=StructuredOutputs(structural_tag=tag)
-    )
+    params = SamplingParams(n=8, seed=1, max_tokens=100, structured_outputs=StructuredOutputs(structural_tag=tag))
     (output,) = tiny.generate([[1, 2, 3]], params, use_tqdm=False)
     for sample in output.outputs:
         free, *calls = re.split("e=", sample.text)
@@ -130,9 +128,7 @@ def test_a_structural_tag_leaves_other_text_free(tiny: Engine) -> None:
 
 
 def test_an_output_ends_where_nothing_may_follow(tiny: Engine) -> None:
-    params = SamplingParams(
-        max_tokens=50, min_tokens=40, structured_outputs=StructuredOutputs(regex="[0-9]{4}")
-    )
+    params = SamplingParams(max_tokens=50, min_tokens=40, structured_outputs=StructuredOutputs(regex="[0-9]{4}"))
     (text,) = texts(tiny, params)
     assert re.fullmatch("[0-9]{4}", text)
 
@@ -212,9 +208,7 @@ def test_only_free_rows_are_launched_ahead(model: Model, depth: int, launches: L
         run_to_end(engine)
     steps = [step for step, _ in launches if step.decode is not None]
     slots = [set(step.bitmasks.slots.tolist()) if step.bitmasks is not None else set() for step in steps]
-    free = [
-        set(step.decode.slots.tolist()) - own for step, own in zip(steps, slots, strict=True) if step.decode
-    ]
+    free = [set(step.decode.slots.tolist()) - own for step, own in zip(steps, slots, strict=True) if step.decode]
     # The free row is in the steps between, whose launch waits for nobody's tokens.
     between = zip(slots, slots[1:], free[1:], strict=False)
     assert any(own and not own_next and free_next for own, own_next, free_next in between)

@@ -29,8 +29,7 @@ class FakeFlashInfer:
         """Put it, and a loader, where they would be imported from; the process has loaded no module yet."""
         fake = cls(folder / "flashinfer_aot", folder / "flashinfer_jit")
         package, jit, attention, tvm_ffi = (
-            ModuleType(name)
-            for name in ("flashinfer", "flashinfer.jit", "flashinfer.jit.attention", "tvm_ffi")
+            ModuleType(name) for name in ("flashinfer", "flashinfer.jit", "flashinfer.jit.attention", "tvm_ffi")
         )
         attention.gen_batch_prefill_module = fake.specification  # type: ignore[attr-defined]
         tvm_ffi.load_module = fake.load  # type: ignore[attr-defined]

@@ -128,9 +128,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, o: Tensor, rows: slice, scale: floa
     if window_left >= 0:
         mask = mask.triu(len(k) - count - window_left)
     q, k, v = (tensor.transpose(0, 1)[None] for tensor in (q[rows], k, v))
-    attended = torch.nn.functional.scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, scale=scale, enable_gqa=True
-    )
+    attended = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=True)
     o[rows] = attended[0].transpose(0, 1)
 
 

@@ -146,11 +146,7 @@ def _times_ms(point: ProfilePoint) -> tuple[float, ...]:
         return (decode_ms(*decode, point.sms),)
     if point.kind == "prefill":
         return (prefill_ms(point.tokens, point.cached_tokens, point.sms),)
-    return (
-        (mixed_ms(point.tokens, *decode),)
-        if point.sms is None
-        else split_ms(point.sms, *decode, point.tokens)
-    )
+    return (mixed_ms(point.tokens, *decode),) if point.sms is None else split_ms(point.sms, *decode, point.tokens)
 
 
 def _step_ms(batch_size: int) -> float:

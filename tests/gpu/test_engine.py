@@ -59,9 +59,7 @@ def test_scores_of_prompts_against_transformers(model: Checkpoint, policy: str) 
     for output in outputs[2::2]:
         ids = torch.tensor([output.prompt_token_ids], device="cuda")
         with torch.inference_mode():
-            exact, rounded = (
-                net(ids).logits[0, :-1].float().log_softmax(-1) for net in (model.exact, model.rounded)
-            )
+            exact, rounded = (net(ids).logits[0, :-1].float().log_softmax(-1) for net in (model.exact, model.rounded))
         chosen = exact.gather(-1, ids[0, 1:, None])[:, 0]
         assert output.prompt_logprobs is not None
         entries = [entry for entry in output.prompt_logprobs if entry is not None]
@@ -126,9 +124,7 @@ def test_shutdown_gives_the_memory_back_and_no_process_is_left(model: Checkpoint
 
 def test_the_process_is_left_as_it_was(model: Checkpoint) -> None:
     def state() -> tuple[object, ...]:
-        handlers = tuple(
-            signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD)
-        )
+        handlers = tuple(signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD))
         root = logging.getLogger()
         return dict(os.environ), handlers, tuple(root.handlers), root.level, torch.get_default_dtype()
 

@@ -82,9 +82,7 @@ def test_each_lane_keeps_to_its_sms(backend: PartitionBackend, probe: SmidProbe,
             lane: probe.run_captured(streams[lane], streams[other])
             for lane, other in zip(LANES, reversed(LANES), strict=True)
         },
-        "both_lanes_at_once": dict(
-            zip(LANES, probe.run_together([streams[lane] for lane in LANES]), strict=True)
-        ),
+        "both_lanes_at_once": dict(zip(LANES, probe.run_together([streams[lane] for lane in LANES]), strict=True)),
     }
     probe.driver.call("cuStreamDestroy", plain)
     for how, by_lane in seen.items():
@@ -102,9 +100,7 @@ def test_a_graph_captured_without_a_mask_ignores_the_launch_streams(
 
 
 @pytest.mark.parametrize("lane", LANES)
-def test_the_whole_gpu_comes_back_after_a_partition(
-    backend: PartitionBackend, probe: SmidProbe, lane: Lane
-) -> None:
+def test_the_whole_gpu_comes_back_after_a_partition(backend: PartitionBackend, probe: SmidProbe, lane: Lane) -> None:
     for partition in splits(backend.num_sms):
         assert len(probe.run(backend.stream(lane, partition))) < backend.num_sms
         whole = backend.stream(lane, WHOLE_GPU)
@@ -112,9 +108,7 @@ def test_the_whole_gpu_comes_back_after_a_partition(
 
 
 @pytest.mark.parametrize("sizes", [(64, 96), (132, 96), (96, 132), (40, 80)])
-def test_lanes_that_overlap_or_leave_sms_out(
-    smctrl: SmctrlBackend, probe: SmidProbe, sizes: tuple[int, int]
-) -> None:
+def test_lanes_that_overlap_or_leave_sms_out(smctrl: SmctrlBackend, probe: SmidProbe, sizes: tuple[int, int]) -> None:
     partition = SmPartition(*(min(size, smctrl.num_sms) // SMS_PER_TPC for size in sizes))
     verified = verify(smctrl, partition, probe)
     shared = len(verified["decode"] & verified["prefill"])
@@ -162,12 +156,8 @@ class Planted:
 
 
 @pytest.mark.parametrize("lane", LANES)
-@pytest.mark.parametrize(
-    "mistake", ["one TPC too many", "one TPC too few", "shifted by one", "inverted", "none"]
-)
-def test_a_planted_wrong_mask_is_caught(
-    smctrl: SmctrlBackend, probe: SmidProbe, lane: Lane, mistake: str
-) -> None:
+@pytest.mark.parametrize("mistake", ["one TPC too many", "one TPC too few", "shifted by one", "inverted", "none"])
+def test_a_planted_wrong_mask_is_caught(smctrl: SmctrlBackend, probe: SmidProbe, lane: Lane, mistake: str) -> None:
     partition = split(32, smctrl.num_sms)
     num_tpcs = smctrl.num_sms // SMS_PER_TPC
     right = lane_masks(partition, num_tpcs=num_tpcs)[lane]

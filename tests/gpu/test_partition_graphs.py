@@ -62,9 +62,7 @@ def test_capture_of_a_whole_plan(backend: str, record_property: Record) -> None:
         pieces = len(row_buckets(engine.config.max_forward_rows, model)) * model.num_layers
         assert report.num_graphs == 24 * (1 + len(DECODE_SMS)) + pieces
         decode_s = sum(
-            phase.end_s - phase.start_s
-            for phase in engine.start_report.phases
-            if phase.name == "decode graphs"
+            phase.end_s - phase.start_s for phase in engine.start_report.phases if phase.name == "decode graphs"
         )
         launch_us = launch_times_us(engine._executor._graphs)
         # The engine still serves on the whole GPU.

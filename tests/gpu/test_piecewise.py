@@ -85,9 +85,7 @@ def rows_of(chunks: list[tuple[int, int, bool]], decode_rows: int) -> Rows:
     ],
 )
 @torch.inference_mode()
-def test_pieces_equal_the_eager_forward(
-    setup: Setup, chunks: list[tuple[int, int, bool]], decode_rows: int
-) -> None:
+def test_pieces_equal_the_eager_forward(setup: Setup, chunks: list[tuple[int, int, bool]], decode_rows: int) -> None:
     rows = rows_of(chunks, decode_rows)
     cache = setup.decoder.cache
     before = [tuple(half.clone() for half in cache.layer(i)) for i in range(3)]

@@ -62,8 +62,7 @@ class Kernels:
     def plan(self, rows: Rows) -> MixedAttention:
         n, c = rows.num_prefill, rows.num_continued
         q_indptr, kv_indptr, kv_lens, kv_indices = (
-            torch.from_numpy(a).to(DEVICE)
-            for a in (rows.q_indptr, rows.kv_indptr, rows.kv_lens, rows.kv_indices)
+            torch.from_numpy(a).to(DEVICE) for a in (rows.q_indptr, rows.kv_indptr, rows.kv_lens, rows.kv_indices)
         )
         last_block = (kv_lens - 1) % self._block_tokens + 1
         cached = fresh = decode = None
@@ -106,9 +105,7 @@ def rows_of(chunks: list[tuple[int, int]], decode: list[int]) -> Rows:
     )
 
 
-def project(
-    config: ModelConfig, cache: KVCache, rows: Rows, dtype: torch.dtype
-) -> tuple[LayerRows, RowInputs]:
+def project(config: ModelConfig, cache: KVCache, rows: Rows, dtype: torch.dtype) -> tuple[LayerRows, RowInputs]:
     """Random queries, keys and values of a forward whose sequences have random prefixes in the cache."""
     for half in cache.layer(LAYER):
         half.normal_()
@@ -124,9 +121,7 @@ def project(
 
 
 def expected_attention(config: ModelConfig, cache: KVCache, rows: Rows, q: torch.Tensor) -> torch.Tensor:
-    clean = KVCache(
-        config, num_blocks=NUM_BLOCKS, block_tokens=BLOCK_TOKENS, dtype=torch.float32, device=DEVICE
-    )
+    clean = KVCache(config, num_blocks=NUM_BLOCKS, block_tokens=BLOCK_TOKENS, dtype=torch.float32, device=DEVICE)
     for target, source in zip(clean.layer(LAYER), cache.layer(LAYER), strict=True):
         target.copy_(source)
     reference = ReferenceAttention(

@@ -46,8 +46,7 @@ def test_tokens_after_hits(model: Checkpoint, policy: str, cuda_graphs: bool) ->
                 outputs |= {output.request_id: output for output in engine.step() if output.finished}
             if turn == 1:
                 prompts = [
-                    [*prompt, *outputs[f"1 {index}"].outputs[0].token_ids, 3, 4]
-                    for index, prompt in enumerate(prompts)
+                    [*prompt, *outputs[f"1 {index}"].outputs[0].token_ids, 3, 4] for index, prompt in enumerate(prompts)
                 ]
         stats = engine.stats()
     assert stats.kv_blocks_used == 0

@@ -64,9 +64,7 @@ def perplexity(logits: Tensor, tokens: Tensor) -> float:
     return float(torch.nn.functional.cross_entropy(logits.float().flatten(0, -2), tokens.flatten()).exp())
 
 
-def check(
-    text: Text, found: list[Tensor], positions: list[int], record: Callable[[str, object], None]
-) -> None:
+def check(text: Text, found: list[Tensor], positions: list[int], record: Callable[[str, object], None]) -> None:
     """Compare logits [n, vocab_size] after each of these positions of the first n sequences."""
     n = len(found[0])
     followers = text.tokens[:n, [position + 1 for position in positions]]
@@ -79,9 +77,7 @@ def check(
 
 @pytest.mark.parametrize("rows", [1, 3, SEQUENCES])
 @torch.inference_mode()
-def test_decode_graphs(
-    text: Text, decoder: Decoder, rows: int, record_property: Callable[[str, object], None]
-) -> None:
+def test_decode_graphs(text: Text, decoder: Decoder, rows: int, record_property: Callable[[str, object], None]) -> None:
     state = SamplingState(SEQUENCES + 1, decoder.config.vocab_size, DEVICE)
     graphs = DecodeGraphs(decoder, state, max_batch_size=SEQUENCES)
     graphs.capture_one(GraphKey(rows), torch.cuda.Stream())

@@ -16,8 +16,7 @@ FREE = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
 def test_outputs_follow_their_grammar_among_free_rows(policy: str) -> None:
     follows = StructuredOutputs(regex=PATTERN)
     coded = [
-        SamplingParams(seed=i, temperature=i % 2, n=3, max_tokens=80, structured_outputs=follows)
-        for i in range(8)
+        SamplingParams(seed=i, temperature=i % 2, n=3, max_tokens=80, structured_outputs=follows) for i in range(8)
     ]
     prompts = [[(7 * i + j) % 500 for j in range(20 + 90 * i)] for i in range(8)]
     with Engine(

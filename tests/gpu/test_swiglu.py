@@ -49,12 +49,8 @@ def test_presets(preset: str, rows: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(
-    ("rows", "hidden_size", "intermediate_size"), [(1, 128, 384), (129, 136, 200), (300, 8, 8)]
-)
-def test_sizes_that_no_tile_divides(
-    rows: int, hidden_size: int, intermediate_size: int, dtype: torch.dtype
-) -> None:
+@pytest.mark.parametrize(("rows", "hidden_size", "intermediate_size"), [(1, 128, 384), (129, 136, 200), (300, 8, 8)])
+def test_sizes_that_no_tile_divides(rows: int, hidden_size: int, intermediate_size: int, dtype: torch.dtype) -> None:
     x, gate_up = inputs(rows, hidden_size, intermediate_size, dtype)
     around = torch.full((rows + 256, intermediate_size), torch.nan, dtype=dtype, device=DEVICE)
     fused(x, gate_up, around[128:-128])

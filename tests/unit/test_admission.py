@@ -16,9 +16,7 @@ TINY = replace(PRESETS["tiny"], eos_token_ids=(4,))
 
 def admitted(params: SamplingParams) -> Request:
     admission = Admission(TINY, None, max_model_len=64, seed=0)
-    return admission.request(
-        "a", [5, 6], params, output_kind=OutputKind.CUMULATIVE, arrival_s=0.0, slo=NO_TARGETS
-    )
+    return admission.request("a", [5, 6], params, output_kind=OutputKind.CUMULATIVE, arrival_s=0.0, slo=NO_TARGETS)
 
 
 @pytest.mark.parametrize(

@@ -159,9 +159,7 @@ def test_what_a_step_must_move() -> None:
     assert work["head"].flops == 2 * rows * 4096 * 128_256
     assert work["products"].flops == 2 * rows * 32 * 4096 * (6144 + 4096 + 3 * 14336)
     # Without the activations that go from kernel to kernel, it is what the package counts.
-    activations = (
-        32 * (2 * 4096 + 6144 + 4096 + 3 * 14336 + 4096) + 32 * 2 * 4096 + 65 * 4 * 4096 + 32 * 2 * 6144
-    )
+    activations = 32 * (2 * 4096 + 6144 + 4096 + 3 * 14336 + 4096) + 32 * 2 * 4096 + 65 * 4 * 4096 + 32 * 2 * 6144
     activations += 32 * 3 * 14336 + 4096 + 2 * 128_256 + 3 * 4096
     counted = decode_step_bytes(LLAMA, batch_size=rows, context_tokens=context - 1, dtype_bytes=2)
     embedding = rows * 4096 * 2
@@ -265,9 +263,7 @@ def test_a_workload_takes_its_forwards(tmp_path: Path) -> None:
 def test_heat_comes_before_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     """The bench captures what the points need, and runs until clocks are sustained, before it is handed out."""
     calls: list[str] = []
-    bench = SimpleNamespace(
-        capture=lambda *_, **__: calls.append("capture"), measure=lambda *_: calls.append("heat")
-    )
+    bench = SimpleNamespace(capture=lambda *_, **__: calls.append("capture"), measure=lambda *_: calls.append("heat"))
 
     @contextmanager
     def opened(prepared: Any, *, progress: bool) -> Iterator[tuple[Any, str]]:  # noqa: ARG001

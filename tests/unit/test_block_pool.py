@@ -60,9 +60,7 @@ def test_each_block_has_at_most_one_owner(num_blocks: int, operations: list[tupl
         assert [pool.owned(s) for s in range(NUM_SLOTS)] == expected
         assert len(owned) == len(set(owned)) == pool.num_used
         assert set(owned) <= set(range(1, num_blocks))
-        capacities = [
-            (n + len(blocks)) * BLOCK_TOKENS for n, blocks in zip(given_back, expected, strict=True)
-        ]
+        capacities = [(n + len(blocks)) * BLOCK_TOKENS for n, blocks in zip(given_back, expected, strict=True)]
         assert [pool.capacity(s) for s in range(NUM_SLOTS)] == capacities
         assert pool.num_used + pool.num_free == pool.num_usable == num_blocks - 1
         peak = max(peak, len(owned))

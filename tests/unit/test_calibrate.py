@@ -87,9 +87,7 @@ def test_the_one_offset_is_found_and_proven() -> None:
 
 
 def test_the_line_to_contribute_is_a_line_of_the_table() -> None:
-    found = calibrated_with(
-        FakeChildren({OFFSET: Verdict.HONOURED}), driver=DriverId(13000, RELEASE, "x86_64")
-    )
+    found = calibrated_with(FakeChildren({OFFSET: Verdict.HONOURED}), driver=DriverId(13000, RELEASE, "x86_64"))
     line, comment = found.table_line.split("  # ")
     assert comment == f"calibrated on {RELEASE}"
     assert f"        {line}\n" in Path(offsets.__file__).read_text(encoding="utf-8")
@@ -206,9 +204,7 @@ def stream(probe: SmidProbe) -> Iterator[int]:
 
 
 @pytest.mark.parametrize("seeds", [SEARCH_SEEDS, PROOF_SEEDS[0]])
-def test_of_all_offsets_only_the_right_one_is_honoured(
-    probe: SmidProbe, stream: int, seeds: tuple[int, ...]
-) -> None:
+def test_of_all_offsets_only_the_right_one_is_honoured(probe: SmidProbe, stream: int, seeds: tuple[int, ...]) -> None:
     assert [offset for offset in CANDIDATES if honours(offset, seeds, probe, stream)] == [OFFSET]
 
 

@@ -88,9 +88,7 @@ def imported(folder: Path, content: bytes) -> Entry | str:
         return str(error)
     finally:
         inside = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
-        assert {path for path in inside if not path.endswith(".lock") and "/entries/" not in path} == {
-            "f.tgz"
-        }
+        assert {path for path in inside if not path.endswith(".lock") and "/entries/" not in path} == {"f.tgz"}
     assert not placed.problems()
     return placed
 
@@ -133,9 +131,7 @@ def test_an_import_mends_a_damaged_entry(file: Path, target: CaptureStore, damag
     assert not target.read(placed.entry_id).problems()
 
 
-def test_an_import_takes_the_place_of_another_build_unless_that_is_in_use(
-    file: Path, target: CaptureStore
-) -> None:
+def test_an_import_takes_the_place_of_another_build_unless_that_is_in_use(file: Path, target: CaptureStore) -> None:
     own = build(target, files={"own": b"own"})
     with target.open(own), pytest.raises(CacheError, match="in use"):
         import_archive(target, file, tell=quiet)
@@ -170,9 +166,7 @@ def test_any_bytes_and_truncated_archives_are_refused(
 
 
 @pytest.mark.parametrize("path", ["/tmp/outside.py", "../outside.py", "a/../../../../outside.py", "."])
-def test_a_manifest_with_a_path_that_leads_out_is_refused(
-    small_file: Path, tmp_path: Path, path: str
-) -> None:
+def test_a_manifest_with_a_path_that_leads_out_is_refused(small_file: Path, tmp_path: Path, path: str) -> None:
     with tarfile.open(small_file) as tar:
         text = tar.extractfile(MANIFEST_NAME).read()  # type: ignore[union-attr]
     text = text.replace(b'"a/b.py"', f'"{path}"'.encode())
@@ -198,9 +192,7 @@ FIRST = "files/000000"
         (b"\xff" * 512, "damaged"),
     ],
 )
-def test_members_that_do_not_belong_are_refused(
-    file: Path, tmp_path: Path, header: bytes, message: str
-) -> None:
+def test_members_that_do_not_belong_are_refused(file: Path, tmp_path: Path, header: bytes, message: str) -> None:
     tar = bytearray(gzip.decompress(file.read_bytes()))
     start = tar.index(FIRST.encode())
     tar[start : start + 512] = header[:512]

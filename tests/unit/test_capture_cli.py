@@ -168,8 +168,6 @@ def test_prune(store: CaptureStore, foreign: Entry) -> None:
         (("explain", "--model", "gpt-9"), "unknown model"),
     ],
 )
-def test_bad_input_is_refused(
-    store: CaptureStore, foreign: Entry, arguments: tuple[str, ...], message: str
-) -> None:
+def test_bad_input_is_refused(store: CaptureStore, foreign: Entry, arguments: tuple[str, ...], message: str) -> None:
     assert message in refused(capture(store, *arguments))
     assert foreign.folder.is_dir()

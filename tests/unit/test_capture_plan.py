@@ -70,9 +70,7 @@ def test_a_plan_is_read_as_it_was_written(plan: CapturePlan, notes: list[str]) -
 
 
 @given(plans(), st.data())
-def test_a_batch_is_padded_to_the_smallest_captured_size_that_holds_it(
-    plan: CapturePlan, data: st.DataObject
-) -> None:
+def test_a_batch_is_padded_to_the_smallest_captured_size_that_holds_it(plan: CapturePlan, data: st.DataObject) -> None:
     entry = data.draw(st.sampled_from(plan.decode))
     batch_size = data.draw(st.integers(1, plan.max_num_seqs))
     holding = [size for size in entry.batch_sizes if size >= batch_size]
@@ -149,9 +147,7 @@ TEXT = format_plan(PLAN)
         ("[[decode]]", "[decode]", "not valid TOML"),
     ],
 )
-def test_a_bad_file_is_refused_with_its_name_and_key(
-    tmp_path: Path, old: str, new: str, message: str
-) -> None:
+def test_a_bad_file_is_refused_with_its_name_and_key(tmp_path: Path, old: str, new: str, message: str) -> None:
     path = tmp_path / "plan.toml"
     assert old in TEXT
     path.write_text(TEXT.replace(old, new, 1))

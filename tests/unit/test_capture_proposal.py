@@ -51,9 +51,7 @@ def decode(batch_size: int, partition: object = WHOLE_GPU, ms: float = 10.0) -> 
 
 
 def forward(tokens: int, batch_size: int) -> StepRecord:
-    return StepRecord(
-        Placement(), StepWork(tokens, tokens * 100.0, batch_size, 1000 * batch_size, batch_size), 9.0
-    )
+    return StepRecord(Placement(), StepWork(tokens, tokens * 100.0, batch_size, 1000 * batch_size, batch_size), 9.0)
 
 
 def chunk(tokens: int, ms: float, first: int = 0, last: int | None = None) -> StepRecord:
@@ -151,9 +149,7 @@ def test_piecewise_graphs_end_where_those_without_a_plan_do() -> None:
     rows = range(1, 5000, 37)
     groups = usage_of(decode(3), *(forward(n, 0) for n in rows)).groups(like)
     assert {demand.size for demand in groups[PIECEWISE].demands} == {n for n in rows if n <= 3840}
-    assert propose(groups, Budget(), like=like).piecewise_rows[-1] == 3824, (
-        "the longest, padded to a multiple of 16"
-    )
+    assert propose(groups, Budget(), like=like).piecewise_rows[-1] == 3824, "the longest, padded to a multiple of 16"
 
 
 def test_the_whole_gpu_always_holds_the_largest_batch() -> None:

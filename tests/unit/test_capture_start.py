@@ -148,9 +148,7 @@ def test_an_offset_is_remembered_where_none_is_known(tmp_path: Path, monkeypatch
     assert remembered(driver, mine) == own, "one's own counts"
 
 
-def test_an_offset_that_does_not_hold_here_is_not_remembered(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_offset_that_does_not_hold_here_is_not_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     driver = DriverId(99000, "999.1", "x86_64")
     monkeypatch.setattr(capture_cache, "identify_driver", lambda: driver)
     proven = remember(driver, 0x51C, tmp_path / "proven.json")
@@ -216,9 +214,7 @@ MODULE = "flashinfer/fa3_bfloat16_128.so"
 RUNTIME: Any = SimpleNamespace(device=torch.device("cuda"), dtype=torch.bfloat16, model=LLAMA)
 
 
-def test_flashinfer_s_modules(
-    flashinfer: FakeFlashInfer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_flashinfer_s_modules(flashinfer: FakeFlashInfer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "files").mkdir()
     keep_attention(tmp_path / "files", RUNTIME)
     assert flashinfer.built == ["prefill_fa3_128"]

@@ -146,9 +146,7 @@ def test_differences_are_told_by_component(entry: Entry) -> None:
     assert manifest.differences(dict(reversed(FINGERPRINT.items())), PLAN) == ()
     here = changed(torch="3") | {"new": "1"}
     del here["driver"]
-    found = [
-        (d.component, d.cached, d.here) for d in manifest.differences(here, {**PLAN, "batch_sizes": [1]})
-    ]
+    found = [(d.component, d.cached, d.here) for d in manifest.differences(here, {**PLAN, "batch_sizes": [1]})]
     assert found == [
         ("torch", "2.13.0", "3"),
         ("new", None, "1"),

@@ -92,9 +92,7 @@ def test_a_timeline_of_a_device_without_sms_and_of_no_launches(tmp_path: Path) -
     assert invoke(path, "--timeline", tmp_path / "cpu.svg").exit_code == 0
     path = write(tmp_path / "u.jsonl", [HEADER, request("r", [5.0], reason="abort")])
     assert invoke(path, "--timeline", tmp_path / "none.svg").exit_code == 0
-    assert "this one has none" in refused(
-        write(tmp_path / "v.jsonl", [HEADER]), "--timeline", tmp_path / "v.svg"
-    )
+    assert "this one has none" in refused(write(tmp_path / "v.jsonl", [HEADER]), "--timeline", tmp_path / "v.svg")
 
 
 def test_a_timeline_needs_matplotlib(tmp_path: Path, run_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -61,9 +61,7 @@ def test_messages_name_flags(message: str, shown: str | None) -> None:
 
 def test_keys_of_files_are_not_taken_for_settings(tmp_path: Path) -> None:
     plan = tmp_path / "plan.toml"
-    plan.write_text(
-        'format = "bullet_graph capture plan"\nversion = 1\nmodel = "tiny"\ndtype = "int3"\nnum_sms = 4\n'
-    )
+    plan.write_text('format = "bullet_graph capture plan"\nversion = 1\nmodel = "tiny"\ndtype = "int3"\nnum_sms = 4\n')
     result = run("simulate", "--trace", "synthetic:conv", "--capture-plan", str(plan))
     assert result.exit_code == 2
     assert "--" not in result.stderr.replace("--capture-plan", "")
@@ -110,14 +108,9 @@ def test_every_option_reaches_its_setting() -> None:
 
 
 def test_options_that_were_renamed_still_work_with_a_warning() -> None:
-    result = run(
-        "generate", *TINY, "--prompt-ids", "1", "--max-tokens", "1", "--arm=serial", "--canary", "off"
-    )
+    result = run("generate", *TINY, "--prompt-ids", "1", "--max-tokens", "1", "--arm=serial", "--canary", "off")
     assert result.exit_code == 0
-    assert (
-        "warning: --arm is now called --policy\nwarning: --canary is now called --self-check\n"
-        in result.stderr
-    )
+    assert "warning: --arm is now called --policy\nwarning: --canary is now called --self-check\n" in result.stderr
     assert "--arm" not in run("generate", "--help").stdout
 
 
@@ -239,9 +232,7 @@ def test_decode_gaps_are_of_the_whole_batch_only() -> None:
         ("split split:48", "split", ()),
     ],
 )
-def test_the_engine_can_serve_as_each_policy(
-    policies: str, engine_policy: str, decode_sms: tuple[int, ...]
-) -> None:
+def test_the_engine_can_serve_as_each_policy(policies: str, engine_policy: str, decode_sms: tuple[int, ...]) -> None:
     parsed = tuple(Policy.parse(policy) for policy in policies.split())
     slo = Slo(tpot_ms=15)
     config = config_for(EngineConfig(model="tiny", seed=3), parsed, slo)

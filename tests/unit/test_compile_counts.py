@@ -42,9 +42,7 @@ def test_triton_s_listener_is_put_back() -> None:
     finally:
         knobs.compilation.listener = before
     assert counter.counts == CompileCounts(triton=2)
-    assert [found["cache_hit"] for found in told] == [False, True, False], (
-        "whoever listened before still hears all"
-    )
+    assert [found["cache_hit"] for found in told] == [False, True, False], "whoever listened before still hears all"
 
 
 def test_modules_that_flashinfer_builds_meanwhile(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -75,9 +75,7 @@ def test_once_for_all_rows(decoder: Decoder, settings: list[dict[str, object]], 
 
 
 @all_variants
-@pytest.mark.parametrize(
-    ("fused", "max_rows"), [(TorchOps(), 2), (TorchOps(), 3), (TritonNormOps(), MAX_ROWS)]
-)
+@pytest.mark.parametrize(("fused", "max_rows"), [(TorchOps(), 2), (TorchOps(), 3), (TritonNormOps(), MAX_ROWS)])
 def test_exported_for_all_rows(decoder: Decoder, fused: TorchOps, max_rows: int) -> None:
     def compiler(part: LayerPart) -> CompiledPart:
         program = exported(part)
@@ -95,9 +93,7 @@ def test_exported_for_all_rows(decoder: Decoder, fused: TorchOps, max_rows: int)
 
 
 @pytest.mark.usefixtures("settings")
-def test_the_norm_s_kernel_is_called_inside_compiled_parts(
-    decoder: Decoder, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_norm_s_kernel_is_called_inside_compiled_parts(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[torch.Tensor] = []
     add_rms_norm = TritonOps.add_rms_norm
 

@@ -106,9 +106,7 @@ def test_a_capture_plan_leaves_no_choice_of_graphs(other: dict[str, Any]) -> Non
     ("policy", "batched", "chunk"),
     [("mixed", 100, 100), ("mixed:64", 100, 64), ("serial:300", 100, 100), ("serial", 7, 7)],
 )
-def test_the_chunk_is_the_smaller_of_the_policy_s_and_the_engine_s(
-    policy: str, batched: int, chunk: int
-) -> None:
+def test_the_chunk_is_the_smaller_of_the_policy_s_and_the_engine_s(policy: str, batched: int, chunk: int) -> None:
     config = EngineConfig(model="tiny", policy=Policy.parse(policy), max_num_batched_tokens=batched)
     assert config.chunk_tokens == chunk
 

@@ -31,9 +31,7 @@ ANSWER = -1  # a token that no prompt has
 
 def whole_prompts(workload: Workload, seed: int = 0) -> list[list[int]]:
     """Every request's prompt, where the tokens of answers are all the same."""
-    timed = timed_requests(
-        workload, [0.0] * len(workload.requests), vocab_size=VOCAB_SIZE, slo=NO_TARGETS, seed=seed
-    )
+    timed = timed_requests(workload, [0.0] * len(workload.requests), vocab_size=VOCAB_SIZE, slo=NO_TARGETS, seed=seed)
     prompts: list[list[int]] = []
     for request, one in zip(workload.requests, timed, strict=True):
         before = request.follows
@@ -80,9 +78,7 @@ def mooncake_rows(draw: st.DrawFn) -> list[dict[str, object]]:
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=40)
 @given(rows=mooncake_rows())
-def test_prompts_share_the_tokens_of_their_leading_hash_ids(
-    tmp_path: Path, rows: list[dict[str, object]]
-) -> None:
+def test_prompts_share_the_tokens_of_their_leading_hash_ids(tmp_path: Path, rows: list[dict[str, object]]) -> None:
     path = tmp_path / "m.jsonl"
     path.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
     workload = load_workload(str(path), num_requests=None)
@@ -120,9 +116,7 @@ def test_sharegpt_turns_begin_with_all_before_them(
     records = [
         {
             "conversations": [
-                {"from": who, "value": text(n)}
-                for turn in turns
-                for who, n in zip(("human", "gpt"), turn, strict=True)
+                {"from": who, "value": text(n)} for turn in turns for who, n in zip(("human", "gpt"), turn, strict=True)
             ]
         }
         for turns in conversations
@@ -131,9 +125,7 @@ def test_sharegpt_turns_begin_with_all_before_them(
     path.write_text(json.dumps(records), encoding="utf-8")
 
     def load(num_requests: int | None) -> Workload:
-        return load_workload(
-            str(path), num_requests=num_requests, tokenize=lambda t: [int(word) for word in t.split()]
-        )
+        return load_workload(str(path), num_requests=num_requests, tokenize=lambda t: [int(word) for word in t.split()])
 
     workload = load(None)
     count = min(fewer, len(workload.requests))
@@ -288,9 +280,7 @@ def delays_s(
 
 @settings(deadline=None, max_examples=30)
 @given(CONVERSATIONS, st.none() | st.integers(1, 3))
-def test_turns_wait_for_each_other_in_every_replay(
-    plan: list[tuple[int, list[int]]], limit: int | None
-) -> None:
+def test_turns_wait_for_each_other_in_every_replay(plan: list[tuple[int, list[int]]], limit: int | None) -> None:
     workload, arrivals_s = chat_of(plan)
     requests = timed(workload, arrivals_s)
     stepped = FakeEngine(service_s=0.625, busy_s=0.5)

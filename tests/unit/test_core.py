@@ -104,10 +104,7 @@ def test_every_request_ends_with_its_own_tokens(
     )
     loop.run(arrivals=requests)
     most = max(chunk_tokens, max_num_seqs + TUNING.row_step)
-    assert (
-        max((launch.rows for launch in loop.executor.launches if launch.step.prefill is not None), default=0)
-        <= most
-    )
+    assert max((launch.rows for launch in loop.executor.launches if launch.step.prefill is not None), default=0) <= most
     assert {output.outputs[0].finish_reason for output in loop.outputs.values()} == {"length"}
     check_chunks(loop)
 
@@ -161,9 +158,7 @@ def check_chunks(loop: CoreLoop) -> None:
 def both_phases(policy: str, slo: Slo = NO_TARGETS, executor: CheckedExecutor | None = None) -> CoreLoop:
     """Sequences that decode, then long prompts beside them."""
     loop = CoreLoop(policy, max_model_len=4096, num_kv_blocks=4000, executor=executor)
-    loop.run(
-        arrivals=[(0.0, 50, 150, slo)] * 8 + [(0.1, 3000, 5, slo), (0.2, 3500, 5, slo), (0.3, 2000, 5, slo)]
-    )
+    loop.run(arrivals=[(0.0, 50, 150, slo)] * 8 + [(0.1, 3000, 5, slo), (0.2, 3500, 5, slo), (0.3, 2000, 5, slo)])
     return loop
 
 
@@ -265,17 +260,13 @@ def test_a_split_learns_nothing_from_a_step_that_ran_alone_for_a_while(
 ) -> None:
     ratios: dict[tuple[PolicyName, ForwardKind], list[float]] = defaultdict(list)
 
-    def observe(
-        _: Corrections, policy: PolicyName, kind: ForwardKind, predicted_ms: float, measured_ms: float
-    ) -> None:
+    def observe(_: Corrections, policy: PolicyName, kind: ForwardKind, predicted_ms: float, measured_ms: float) -> None:
         ratios[policy, kind].append(measured_ms / predicted_ms)
 
     monkeypatch.setattr(Corrections, "observe", observe)
     executor = _Biased(lambda x, beside: x.step.prefill is None and not beside, depth)
     both_phases("split:48", executor=executor)
-    assert sum(launch.placement.partition != WHOLE_GPU for launch in executor.launches) > len(
-        ratios["split", "step"]
-    )
+    assert sum(launch.placement.partition != WHOLE_GPU for launch in executor.launches) > len(ratios["split", "step"])
     assert ratios["split", "step"]
     assert max(ratios["split", "step"]) < 1.5
     assert min(ratios["solo", "step"]) > 1.5, "alone is what these steps always are"
@@ -358,9 +349,7 @@ def test_an_abort_between_slices_with_nothing_in_flight() -> None:
 
 @pytest.mark.parametrize("tpot_ms", [4.4, 4.5])
 @pytest.mark.parametrize("depth", [1, 2])
-def test_no_pause_where_decode_waits_for_the_blocks_of_the_chunk_under_way(
-    tpot_ms: float, depth: int
-) -> None:
+def test_no_pause_where_decode_waits_for_the_blocks_of_the_chunk_under_way(tpot_ms: float, depth: int) -> None:
     """No prompt of the chunk can be preempted between its slices, so it must go on whatever the target says."""
     executor = CheckedExecutor(max_in_flight=depth)
     loop = CoreLoop("auto", num_kv_blocks=1 + 64, executor=executor)

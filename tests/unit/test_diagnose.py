@@ -86,9 +86,7 @@ CASES = {
     ),
     "another FlashInfer": case(flashinfer("0.6.11"), ("FlashInfer", RED, "0.6.11 release")),
     "no bindings": case({"cuda_python": None}, ("cuda-python", RED, r"graph\[cuda\]")),
-    "no compilers": case(
-        {"missing_compilers": ("nvcc", "ninja")}, ("compilers", YELLOW, "^no nvcc, no ninja")
-    ),
+    "no compilers": case({"missing_compilers": ("nvcc", "ninja")}, ("compilers", YELLOW, "^no nvcc, no ninja")),
     "an unknown driver": case(
         {"mask_offset": None} | partitions(REFUSED, choice="green"),
         ("stream masks", YELLOW, "doctor --calibrate"),
@@ -129,25 +127,19 @@ CASES = {
     ),
     "the CPU asked for": case(NO_GPU_BUT_DRIVER, ("GPU", GREEN, "not looked at: --device cpu"), asked=CPU),
     "no partitions on the CPU": case(WITHOUT_GPU, asked=asked_for(partition_backend="none")),
-    "a back end on the CPU": case(
-        WITHOUT_GPU, ("SM partitions", RED, ""), asked=asked_for(partition_backend="green")
-    ),
+    "a back end on the CPU": case(WITHOUT_GPU, ("SM partitions", RED, ""), asked=asked_for(partition_backend="green")),
     "sizes on the CPU": case(WITHOUT_GPU, ("SM partitions", RED, ""), asked=asked_for(decode_sms=(16,))),
     "a cache that cannot be written": case(
         {"caches": (CacheFolder("Triton", "/cache", 3 * 1024**2, False),)},
         ("cache of Triton", YELLOW, "^/cache, 3.00 MiB"),
     ),
-    "a model that does not fit": case(
-        {"model_problem": "short by 3 GiB"}, ("tiny", RED, "short by 3 GiB"), asked=TINY
-    ),
+    "a model that does not fit": case({"model_problem": "short by 3 GiB"}, ("tiny", RED, "short by 3 GiB"), asked=TINY),
     "a model that was not looked at": case({}, ("tiny", RED, "red lines above"), asked=TINY),
 }
 
 
 @pytest.mark.parametrize(("asked", "changes", "lines"), CASES.values(), ids=CASES)
-def test_machines(
-    asked: EngineConfig, changes: dict[str, Any], lines: Mapping[str, tuple[Level, str]]
-) -> None:
+def test_machines(asked: EngineConfig, changes: dict[str, Any], lines: Mapping[str, tuple[Level, str]]) -> None:
     machine = complete_machine(**changes)
     diagnosis = diagnose(asked, machine)
     bad = {name: level for name, (level, _) in lines.items() if level is not GREEN}

@@ -44,9 +44,7 @@ def filled_decoder(config: ModelConfig) -> Decoder:
 def check_forward(config: ModelConfig, chunks: list[Chunk], decode: list[int]) -> None:
     """Compare a forward with the reference, and what it has cached."""
     decoder, reference = filled_decoder(config), filled_decoder(config)
-    lane = EagerLane(
-        decoder, SamplingState(MAX_SEQS, config.vocab_size, CPU), max_num_seqs=MAX_SEQS, max_rows=64
-    )
+    lane = EagerLane(decoder, SamplingState(MAX_SEQS, config.vocab_size, CPU), max_num_seqs=MAX_SEQS, max_rows=64)
     rows = make_rows(chunks, decode, num_blocks=NUM_BLOCKS, block_tokens=BLOCK_TOKENS)
     logits, _ = lane.run(rows)
     token_ids = np.append(rows.token_ids, np.zeros_like(rows.decode_slots))
@@ -88,10 +86,7 @@ def test_forward_equals_the_reference(
     check_forward(CONFIG, chunks, decode)
     # All layers but the last; there only the sampled rows attend, by the kernels of decode rows.
     if capability == (9, 0):
-        if (
-            len(prefill_runs) == 2
-            and sum(tokens for start, tokens, _ in chunks[1:] if not start) <= few_fresh_rows
-        ):
+        if len(prefill_runs) == 2 and sum(tokens for start, tokens, _ in chunks[1:] if not start) <= few_fresh_rows:
             prefill_runs = [("paged", len(chunks))]
         assert runs == [("fa3", kind, count) for kind, count in prefill_runs]
     else:
@@ -122,9 +117,7 @@ def test_scored_rows_equal_the_reference_beside_sampled_ones(
     monkeypatch.setattr("bullet_graph.models.decoder.SCORED_ROWS", 4)  # in slices
     config = CONFIG if layer_windows is None else replace(CONFIG, layer_windows=layer_windows)
     decoder, reference = filled_decoder(config), filled_decoder(config)
-    lane = EagerLane(
-        decoder, SamplingState(MAX_SEQS, CONFIG.vocab_size, CPU), max_num_seqs=MAX_SEQS, max_rows=64
-    )
+    lane = EagerLane(decoder, SamplingState(MAX_SEQS, CONFIG.vocab_size, CPU), max_num_seqs=MAX_SEQS, max_rows=64)
     rows = make_rows([(7, 5, False), (0, 9, True)], [4], num_blocks=NUM_BLOCKS, block_tokens=BLOCK_TOKENS)
     all_rows = replace(rows, sample_rows=np.arange(15, dtype=np.int32))
     ids = np.array([i * 31 % CONFIG.vocab_size for i in scored_rows], dtype=np.int32)

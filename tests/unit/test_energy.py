@@ -118,9 +118,7 @@ def test_monitor_lets_go_of_the_device_when_the_run_fails_and_without_one_report
 
 
 @pytest.mark.parametrize("uuid", ["ab", "GPU-ab"])
-def test_probe_reads_units_of_the_report_and_leaves_out_what_the_gpu_refuses(
-    nvml: FakeNvml, uuid: str
-) -> None:
+def test_probe_reads_units_of_the_report_and_leaves_out_what_the_gpu_refuses(nvml: FakeNvml, uuid: str) -> None:
     probe = NvmlProbe.open(uuid)
     assert probe is not None
     assert probe.sample() == {"sm_clock_mhz": 1900, "power_w": 345.678, "temperature_c": 61}

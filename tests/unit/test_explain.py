@@ -176,9 +176,7 @@ def test_chrome_trace(tmp_path: Path) -> None:
         "measured_ms": 200.0,
     }
     counters = {
-        name: [
-            (round(e["ts"] / 1e3), e["args"][name]) for e in events if e["ph"] == "C" and e["name"] == name
-        ]
+        name: [(round(e["ts"] / 1e3), e["args"][name]) for e in events if e["ph"] == "C" and e["name"] == name]
         for name in ("running", "waiting", "decode SMs", "prefill SMs")
     }
     assert counters["running"] == [(0, 2), (150, 2), (350, 2)]

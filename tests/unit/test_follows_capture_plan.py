@@ -63,9 +63,7 @@ def h200(monkeypatch: pytest.MonkeyPatch) -> Runtime:
 # ---- which plan ----
 
 
-def test_the_plan_that_is_named_or_without_one_all_buckets_for_all_partitions(
-    plan_file: str, h200: Runtime
-) -> None:
+def test_the_plan_that_is_named_or_without_one_all_buckets_for_all_partitions(plan_file: str, h200: Runtime) -> None:
     assert capture_plan_of(replace(CONFIG, capture_plan=plan_file), h200) == PLAN
     plan = capture_plan_of(replace(CONFIG, decode_sms=(48, 32)), h200)
     assert plan.decode_sms == (32, 48)
@@ -218,9 +216,7 @@ class _Alternating(Planner):
             self.turn = not getattr(self, "turn", False)
             if self.turn or load.decode is None:
                 rows = 0 if load.chunk else 512
-                return Plan(
-                    "split", False, "prefill", rows, slice_layers=4, partition=partition_of(48, num_sms=132)
-                )
+                return Plan("split", False, "prefill", rows, slice_layers=4, partition=partition_of(48, num_sms=132))
         return Plan("solo", decode=True)
 
 

@@ -36,9 +36,7 @@ def test_a_sustained_run_has_two_minutes_and_three_hundred_requests() -> None:
     gaps=st.lists(st.floats(0.1, 5), min_size=1, max_size=8),
     slope=st.floats(0.01, 0.05),
 )
-def test_of_shares_that_fall_linearly_it_is_the_crossing(
-    lowest: float, gaps: list[float], slope: float
-) -> None:
+def test_of_shares_that_fall_linearly_it_is_the_crossing(lowest: float, gaps: list[float], slope: float) -> None:
     rates = [lowest + sum(gaps[:count]) for count in range(len(gaps) + 1)]
     runs = [RateRun(rate, 1 - slope * (rate - lowest), stable=True) for rate in rates]
     for share in SHARES:

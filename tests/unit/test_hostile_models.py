@@ -126,9 +126,7 @@ def test_a_number_beyond_floats(folder: Path, key: str) -> None:
 
 def test_the_largest_dimensions_need_no_memory(folder: Path) -> None:
     """Shapes alone must not take long or allocate: the ledger refuses the model afterwards."""
-    change_config(
-        folder, num_hidden_layers=1024, hidden_size=2**20, intermediate_size=2**20, vocab_size=2**24
-    )
+    change_config(folder, num_hidden_layers=1024, hidden_size=2**20, intermediate_size=2**20, vocab_size=2**24)
     assert len(weight_shapes(load_model_config(folder))) > 1024
 
 

@@ -79,9 +79,7 @@ def test_launches_of_a_lane_end_in_order() -> None:
         (WHOLE_GPU, SPLIT_32, False),
     ],
 )
-def test_decode_fits_beside_slices_on_other_sms(
-    running: SmPartition, wanted: SmPartition, fits: bool
-) -> None:
+def test_decode_fits_beside_slices_on_other_sms(running: SmPartition, wanted: SmPartition, fits: bool) -> None:
     launches = in_flight(launch(1, "prefill", running))
     assert launches.fit_beside("decode", wanted) is fits
     assert launches.fit_beside("prefill", wanted), "its own lane is no obstacle"
@@ -129,9 +127,7 @@ def test_decode_avoids_the_sms_of_slices_in_flight(
 # ---- when tokens are expected ----
 
 
-def sequence(
-    slo: Slo, *, output_tokens: int = 0, max_tokens: int = 9, first_token_s: float | None = None
-) -> Sequence:
+def sequence(slo: Slo, *, output_tokens: int = 0, max_tokens: int = 9, first_token_s: float | None = None) -> Sequence:
     params = SamplingParams(max_tokens=max_tokens)
     found = Sequence("a", 0, np.zeros(4, dtype=np.int32), params, 0, frozenset(), slo, arrival_s=10.0)
     found.num_tokens += output_tokens
@@ -202,9 +198,7 @@ def lane_sms(loop: CoreLoop) -> LaneSms:
 
 def told_of(loop: CoreLoop, *, limit_s: float, config: EngineConfig, lane_sms: LaneSms) -> tuple[str, ...]:
     now_s = loop.executor.now()
-    return stalled_launches(
-        loop.core.in_flight, now_s=now_s, limit_s=limit_s, config=config, lane_sms=lane_sms
-    )
+    return stalled_launches(loop.core.in_flight, now_s=now_s, limit_s=limit_s, config=config, lane_sms=lane_sms)
 
 
 def test_both_lanes_are_named_with_graph_and_mask(loop: CoreLoop, lane_sms: LaneSms) -> None:
@@ -220,10 +214,7 @@ def test_both_lanes_are_named_with_graph_and_mask(loop: CoreLoop, lane_sms: Lane
         by_lane["prefill"],
     )
     prefill_sms = MODEL.num_sms - 48
-    assert (
-        f" on {prefill_sms} SMs (TPC mask {((1 << prefill_sms // 2) - 1) << 24:#x}, SMs 48-"
-        in by_lane["prefill"]
-    )
+    assert f" on {prefill_sms} SMs (TPC mask {((1 << prefill_sms // 2) - 1) << 24:#x}, SMs 48-" in by_lane["prefill"]
     tickets = [loop.core.in_flight.oldest[text.partition(" ")[0]][0].ticket for text in told]  # type: ignore[arg-type, index]
     assert tickets == sorted(tickets)
 

@@ -40,9 +40,7 @@ def add(engine: SimulatedEngine, name: str, prompt_tokens: int, slo: Slo = SLO) 
 
 
 def request(prompt_tokens: int, slo: Slo) -> Request:
-    sequence = Sequence(
-        "new", 0, np.zeros(prompt_tokens, np.int32), SamplingParams(), 0, frozenset(), slo, 0.0
-    )
+    sequence = Sequence("new", 0, np.zeros(prompt_tokens, np.int32), SamplingParams(), 0, frozenset(), slo, 0.0)
     return Request([Sample(sequence, None)], OutputKind.FINAL_ONLY)
 
 

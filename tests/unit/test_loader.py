@@ -228,10 +228,7 @@ BROKEN: dict[str, Case] = {
     ),
 }
 WRONG_NORMS = {
-    **{
-        torch.zeros(shape): f"have shape [64] by config.json; found {list(shape)}"
-        for shape in ((63,), (64, 1))
-    },
+    **{torch.zeros(shape): f"have shape [64] by config.json; found {list(shape)}" for shape in ((63,), (64, 1))},
     **{
         torch.zeros(64).to(dtype): "be one of F32, F16, BF16; found"
         for dtype in (torch.int32, torch.uint8, torch.float8_e4m3fn, torch.float64)
@@ -278,9 +275,7 @@ def test_broken_checkpoint(make: Make, name: str) -> None:
         load(folder)
 
 
-def test_nothing_is_allocated_before_the_headers_are_checked(
-    make: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_is_allocated_before_the_headers_are_checked(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = make()
     edited(folder, add={"x": torch.zeros(1)})
     zeros = Mock(wraps=torch.zeros)

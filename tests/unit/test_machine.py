@@ -208,9 +208,7 @@ def test_the_libraries_own_settings_place_their_caches(monkeypatch: pytest.Monke
 @pytest.fixture
 def torch_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch sees a GPU."""
-    properties = SimpleNamespace(
-        name="H200", major=9, minor=0, multi_processor_count=132, total_memory=9, uuid="GPU-1"
-    )
+    properties = SimpleNamespace(name="H200", major=9, minor=0, multi_processor_count=132, total_memory=9, uuid="GPU-1")
     answers = {"is_available": True, "current_device": 0, "get_device_properties": properties}
     for name, value in (answers | {"mem_get_info": (5, 9), "device_count": 2}).items():
         monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)

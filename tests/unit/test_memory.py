@@ -31,9 +31,7 @@ H200 = DeviceMemory(total_bytes=140 * GIB, free_bytes=139 * GIB)
 TINY_BLOCK_BYTES = 4 * 2 * 16 * 64 * 4
 
 
-def plan(
-    config: EngineConfig, device: DeviceMemory, model: ModelConfig | None = None, **settings: int
-) -> MemoryLedger:
+def plan(config: EngineConfig, device: DeviceMemory, model: ModelConfig | None = None, **settings: int) -> MemoryLedger:
     model = model or PRESETS[config.model]
     defaults = {"max_model_len": 256, "workspaces_bytes": 0, "graphs_bytes": 0}
     return plan_memory(

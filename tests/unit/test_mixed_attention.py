@@ -46,24 +46,18 @@ class FreshRows:
     def run_into(self, layer: int, rows: LayerRows, out: torch.Tensor) -> None:  # noqa: ARG002
         for start, stop in pairwise(self._indptr):
             q, k, v = (tensor[start:stop].transpose(0, 1)[None] for tensor in (rows.q, rows.k, rows.v))
-            attended = torch.nn.functional.scaled_dot_product_attention(
-                q, k, v, is_causal=True, enable_gqa=True
-            )
+            attended = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
             out[start:stop] = attended[0].transpose(0, 1)
 
 
 @settings(max_examples=60, deadline=None)
 @given(
-    chunks=st.lists(
-        st.tuples(st.sampled_from([0, 0, 3, 4, 9]), st.integers(1, 9), st.just(True)), max_size=5
-    ),
+    chunks=st.lists(st.tuples(st.sampled_from([0, 0, 3, 4, 9]), st.integers(1, 9), st.just(True)), max_size=5),
     decode=st.lists(st.integers(0, 10), max_size=3),
     seed=st.integers(0, 9),
 )
 @torch.inference_mode()
-def test_kinds_of_rows_make_the_whole(
-    chunks: list[tuple[int, int, bool]], decode: list[int], seed: int
-) -> None:
+def test_kinds_of_rows_make_the_whole(chunks: list[tuple[int, int, bool]], decode: list[int], seed: int) -> None:
     if not chunks and not decode:
         return
     rows = make_rows(chunks, decode, num_blocks=NUM_BLOCKS, block_tokens=BLOCK_TOKENS)

@@ -136,9 +136,7 @@ def test_what_keys_mean(
 
 def test_older_llama_configs(tmp_path: Path) -> None:
     absent = ("num_key_value_heads", "attention_bias", "mlp_bias", "tie_word_embeddings")
-    older = changed(
-        LLAMA, rope_scaling=scaling(rope_type=ABSENT, type="llama3"), **dict.fromkeys(absent, ABSENT)
-    )
+    older = changed(LLAMA, rope_scaling=scaling(rope_type=ABSENT, type="llama3"), **dict.fromkeys(absent, ABSENT))
     expected = replace(PRESETS["llama-3.1-8b"], num_kv_heads=32, eos_token_ids=(128009,))
     assert load_model_config(write(tmp_path, older)) == expected
 
@@ -204,9 +202,7 @@ REFUSED: list[tuple[dict[str, Any], str, Any, type[ModelError]]] = [
 
 
 @pytest.mark.parametrize(("base", "key", "value", "error"), REFUSED)
-def test_refused_key(
-    tmp_path: Path, base: dict[str, Any], key: str, value: Any, error: type[ModelError]
-) -> None:
+def test_refused_key(tmp_path: Path, base: dict[str, Any], key: str, value: Any, error: type[ModelError]) -> None:
     folder = write(tmp_path, changed(base, **{key: value}))
     with pytest.raises(ModelError) as caught:
         load_model_config(folder)

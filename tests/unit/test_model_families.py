@@ -84,9 +84,7 @@ YARN = {"factor": 4.0, "original_max_position_embeddings": 8192, "type": "yarn"}
 PUBLISHED = {
     "gemma": GEMMA,
     "gemma, scaled": GEMMA | {"rope_scaling": {"factor": 8.0, "rope_type": "linear"}},
-    "gemma, by defaults": {
-        key: value for key, value in GEMMA.items() if "rope" not in key and "attn" not in key
-    },
+    "gemma, by defaults": {key: value for key, value in GEMMA.items() if "rope" not in key and "attn" not in key},
     "phi": PHI,
     "phi, unscaled": PHI | {"rope_scaling": None, "partial_rotary_factor": 1.0, "sliding_window": 2047},
     "phi, before": PHI
@@ -155,9 +153,7 @@ def test_what_phi_s_keys_mean(tmp_path: Path) -> None:
         (QWEN, "max_window_layers", -1, ModelError),
     ],
 )
-def test_refused_key(
-    base: dict[str, Any], key: str, value: Any, error: type[ModelError], tmp_path: Path
-) -> None:
+def test_refused_key(base: dict[str, Any], key: str, value: Any, error: type[ModelError], tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=f"config.json: {key} must be ") as caught:
         load(tmp_path, base | {"use_sliding_window": base is QWEN, key: value})
     assert type(caught.value) is error

@@ -50,9 +50,7 @@ def test_an_offset_is_remembered_for_exactly_its_driver(path: Path) -> None:
         max_size=4,
     )
 )
-def test_every_driver_has_its_own_entry(
-    tmp_path_factory: pytest.TempPathFactory, entries: dict[DriverId, int]
-) -> None:
+def test_every_driver_has_its_own_entry(tmp_path_factory: pytest.TempPathFactory, entries: dict[DriverId, int]) -> None:
     path = tmp_path_factory.mktemp("cache") / "offsets.json"
     for driver, known in entries.items():
         remember(driver, known, path)
@@ -84,9 +82,7 @@ def test_a_corrupt_file_is_never_trusted(path: Path, text: str | bytes) -> None:
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
     before = path.read_bytes()
     for access in (lambda: remembered(DRIVER, path), lambda: remember(DRIVER, KNOWN, path)):
-        with pytest.raises(
-            PartitionError, match="delete it and run `bullet-graph doctor --calibrate`"
-        ) as error:
+        with pytest.raises(PartitionError, match="delete it and run `bullet-graph doctor --calibrate`") as error:
             access()
         assert str(path) in str(error.value)
     assert path.read_bytes() == before

@@ -43,9 +43,7 @@ def test_disjoint_lanes_verify(masks: MaskBackend, probe: SmidProbe, decode_tpcs
     assert verified["prefill"] == ALL - verified["decode"]
 
 
-@pytest.mark.parametrize(
-    "partition", [WHOLE_GPU, SmPartition(None, 58), SmPartition(66, 8), SmPartition(40, 30)]
-)
+@pytest.mark.parametrize("partition", [WHOLE_GPU, SmPartition(None, 58), SmPartition(66, 8), SmPartition(40, 30)])
 def test_overlapping_lanes_are_not_run_together(
     gpu: FakeDriver, masks: MaskBackend, probe: SmidProbe, partition: SmPartition
 ) -> None:
@@ -69,9 +67,7 @@ def test_lanes_have_the_whole_gpu_afterwards(gpu: FakeDriver, masks: MaskBackend
     ("outside", "missing"),
     [({130}, set()), (set(), {4}), ({126, 127, 128}, {0, 1}), (set(range(16, 132)), set())],
 )
-def test_a_wrong_mask(
-    masks: MaskBackend, probe: SmidProbe, lane: Lane, outside: set[int], missing: set[int]
-) -> None:
+def test_a_wrong_mask(masks: MaskBackend, probe: SmidProbe, lane: Lane, outside: set[int], missing: set[int]) -> None:
     partition = PARTITION if lane == "decode" else SmPartition(58, 8)
     if lane == "prefill":
         # Prefill has the last SMs: the same mistakes, seen from the other end.
@@ -104,9 +100,7 @@ def test_a_gpu_on_which_a_partition_does_not_hold(
         verify(masks, PARTITION, probe)
 
 
-def test_lanes_that_disturb_each_other(
-    masks: MaskBackend, probe: SmidProbe, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_lanes_that_disturb_each_other(masks: MaskBackend, probe: SmidProbe, monkeypatch: pytest.MonkeyPatch) -> None:
     run_together = probe.run_together
 
     def disturbed(streams: list[int]) -> list[frozenset[int]]:
@@ -118,9 +112,7 @@ def test_lanes_that_disturb_each_other(
         verify(masks, PARTITION, probe)
 
 
-def test_a_back_end_that_cannot_be_right(
-    masks: MaskBackend, probe: SmidProbe, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_back_end_that_cannot_be_right(masks: MaskBackend, probe: SmidProbe, monkeypatch: pytest.MonkeyPatch) -> None:
     for partition in (SmPartition(0, 66), SmPartition(8, -1), SmPartition(67, None)):
         with pytest.raises(PartitionError, match="from 1 to 66 TPCs"):
             verify(masks, partition, probe)
@@ -172,9 +164,7 @@ def test_green_partitions_verify(green: GreenBackend, probe: SmidProbe, partitio
         (SmPartition(None, 0), "prefill", r"4 \(2 TPCs\) or 12 \(6 TPCs\)"),
     ],
 )
-def test_a_size_off_the_granularity(
-    green: GreenBackend, partition: SmPartition, lane: Lane, nearest: str
-) -> None:
+def test_a_size_off_the_granularity(green: GreenBackend, partition: SmPartition, lane: Lane, nearest: str) -> None:
     for ask in (green.stream, green.expected_sms):
         with pytest.raises(PartitionError, match=f"steps of 8, but the {lane} lane.*choose {nearest}"):
             ask(lane, partition)
@@ -248,9 +238,7 @@ def test_none_has_the_whole_gpu_only(gpu: FakeDriver, probe: SmidProbe) -> None:
 Opener = Callable[[SmidProbe], PartitionBackend]
 
 
-def opened(
-    gpu: FakeDriver, name: str, *partitions: SmPartition, smctrl: Opener
-) -> tuple[PartitionBackend, str]:
+def opened(gpu: FakeDriver, name: str, *partitions: SmPartition, smctrl: Opener) -> tuple[PartitionBackend, str]:
     """A choice between the real back ends, but for stream masks this one, on one fake GPU."""
     openers = {"smctrl": smctrl, "green": GreenBackend, "none": NoneBackend}
     with patch.multiple(backend_module, OPENERS=openers, SmidProbe=lambda _: fake_probe(gpu)):

@@ -158,9 +158,7 @@ def test_another_process_sees_the_budget(tmp_path: Path) -> None:
         "print(b.num_tokens, flush=True); input(); print(b.num_tokens)"
     )
     command = [sys.executable, "-c", code, str(tmp_path / "budget")]
-    with subprocess.Popen(
-        command, stdin=PIPE, stdout=PIPE, text=True, cwd=Path(__file__).parents[2]
-    ) as child:
+    with subprocess.Popen(command, stdin=PIPE, stdout=PIPE, text=True, cwd=Path(__file__).parents[2]) as child:
         assert child.stdout is not None
         assert child.stdout.readline() == "1\n"
         budget.num_tokens = 777
@@ -200,9 +198,7 @@ def test_otherwise_a_chunk_is_a_token() -> None:
 
 
 def test_streams_that_cannot_be_counted() -> None:
-    with pytest.raises(
-        RequestError, match="held 4 tokens, and 2 were counted: it must give continuous_usage"
-    ):
+    with pytest.raises(RequestError, match="held 4 tokens, and 2 were counted: it must give continuous_usage"):
         counted([chunk("xx"), chunk("xx"), end(4)])
     with pytest.raises(RequestError, match=r"broke off: .*out of memory"):
         counted([{"error": {"message": "out of memory"}}])
@@ -282,9 +278,7 @@ async def replayed(generate: Any, requests: Sequence[TimedRequest], **_: Any) ->
     rate = len(requests) / requests[-1].arrival_s
     tpot_ms = TPOT_MS if rate < GOODPUTS[generate.__self__.setting] else 2 * TPOT_MS
     served = tuple(
-        ServedRequest(
-            1, 2, RequestMetrics(r.arrival_s, 0.0, (r.arrival_s, r.arrival_s + tpot_ms / 1001)), slo=r.slo
-        )
+        ServedRequest(1, 2, RequestMetrics(r.arrival_s, 0.0, (r.arrival_s, r.arrival_s + tpot_ms / 1001)), slo=r.slo)
         for r in requests
     )
     return Replay(served, 0.0)
@@ -325,10 +319,7 @@ def compare(
         ).run()
     cells = file.cells
     assert file.finished
-    return {
-        cell.system.split()[-1]: (cell.goodput_90, [run["request_rate"] for run in cell.runs])
-        for cell in cells
-    }
+    return {cell.system.split()[-1]: (cell.goodput_90, [run["request_rate"] for run in cell.runs]) for cell in cells}
 
 
 def test_every_setting_is_searched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

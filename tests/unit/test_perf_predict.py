@@ -188,9 +188,7 @@ def test_chunks_follow_measured_rates_where_there_are_enough_and_else_the_waves(
     assert MODEL.wave_chunk_tokens(2000) == 1984
     assert MODEL.wave_chunk_tokens(30) == 30
     # A size measured to be slow is not taken.
-    slow = tuple(
-        replace(p, ms=p.ms * 1.5) if (p.tokens, p.sms) == (4096, None) else p for p in H200.points.prefill
-    )
+    slow = tuple(replace(p, ms=p.ms * 1.5) if (p.tokens, p.sms) == (4096, None) else p for p in H200.points.prefill)
     points = tuple(p for p in slow if p.tokens <= 4096 or p.sms is not None)
     assert with_points(prefill=points).wave_chunk_tokens(4096) == 2048
     # Too little was measured.
@@ -215,9 +213,7 @@ def test_an_unknown_gpu_takes_the_generic_roofline_scaled_to_its_points() -> Non
     table = replace(H200, key=replace(H200_KEY, gpu="Some GPU"))
     model = TableModel(table, LLAMA_8B)
     assert model.decode(64, 64_000).ms == MODEL.decode(64, 64_000).ms
-    assert model.prefill(16384, 16384 * 1000.0).ms == pytest.approx(
-        MODEL.prefill(16384, 16384 * 1000.0).ms, rel=0.1
-    )
+    assert model.prefill(16384, 16384 * 1000.0).ms == pytest.approx(MODEL.prefill(16384, 16384 * 1000.0).ms, rel=0.1)
 
 
 # ---- more work never takes less time, whatever was measured ----
@@ -262,9 +258,7 @@ def test_prefill_never_falls(model: TableModel, tokens: int, more: int, cached: 
 
 @settings(deadline=None)
 @given(MODELS, st.integers(1, 8192), st.integers(0, 50_000), st.integers(1, 512), st.integers(1, 8000))
-def test_mixed_never_falls(
-    model: TableModel, tokens: int, cached: int, batch_size: int, context: int
-) -> None:
+def test_mixed_never_falls(model: TableModel, tokens: int, cached: int, batch_size: int, context: int) -> None:
     kv = batch_size * context
     pairs = attention_pairs(tokens, cached)
     assert_rises(
@@ -284,9 +278,7 @@ def test_mixed_never_falls(
     st.integers(1, 8192),
     st.integers(0, 8192),
 )
-def test_split_never_falls(
-    model: TableModel, sms: int, batch_size: int, context: int, tokens: int, more: int
-) -> None:
+def test_split_never_falls(model: TableModel, sms: int, batch_size: int, context: int, tokens: int, more: int) -> None:
     kv, pairs = batch_size * context, attention_pairs(tokens)
     both = model.split(sms, batch_size, kv, tokens, pairs)
     longer = model.split(sms, batch_size, kv + more, tokens, pairs)

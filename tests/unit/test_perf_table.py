@@ -87,9 +87,7 @@ def test_a_damaged_file(path: Path, damage: Callable[[bytes], bytes], message: s
         read_table(path)
 
 
-@pytest.mark.parametrize(
-    "edit", [lambda c: c["points"]["decode"][0].update(ms=1.0), lambda c: c.pop("checksum")]
-)
+@pytest.mark.parametrize("edit", [lambda c: c["points"]["decode"][0].update(ms=1.0), lambda c: c.pop("checksum")])
 def test_an_edit_is_detected(path: Path, edit: Change) -> None:
     change(path, edit, sign=False)
     with pytest.raises(PerfTableError, match="checksum does not fit"):

@@ -88,9 +88,7 @@ class TestWithoutModel:
             ("mixed:512", 0, (100,), Plan("solo", decode=False, chunk_tokens=512)),
         ],
     )
-    def test_plans_have_no_predictions(
-        self, policy: str, decode: int, prompts: tuple[int, ...], plan: Plan
-    ) -> None:
+    def test_plans_have_no_predictions(self, policy: str, decode: int, prompts: tuple[int, ...], plan: Plan) -> None:
         load = load_of(decoding(decode, tpot=1.0) if decode else None, *prompts)
         assert modelless(policy).plan(load) == plan
         assert modelless(policy).prefill_ms_per_token == 0.0
@@ -142,9 +140,7 @@ class TestSerialAndMixed:
         plan = planner("mixed:1000").plan(load)
         assert plan.decode_ms == model().mixed(984, backlog.pairs(984), 16, 16000).ms
 
-    @given(
-        st.integers(1, 256), st.floats(8.0, 60.0), st.integers(16, 20000), st.sampled_from([0.8, 1.0, 1.25])
-    )
+    @given(st.integers(1, 256), st.floats(8.0, 60.0), st.integers(16, 20000), st.sampled_from([0.8, 1.0, 1.25]))
     def test_the_chunk_is_the_largest_that_fits_the_target(
         self, batch_size: int, tpot: float, tokens: int, measured: float
     ) -> None:
@@ -172,8 +168,7 @@ class TestSerialAndMixed:
         mixed = planner("mixed")
         late = decoding(64, tpot=15.0, budget=4.0)
         rows = [
-            mixed.plan(load_of(late, 4000, now_s=50.0 + i * TUNING.pause_patience_s / 5)).chunk_tokens
-            for i in range(8)
+            mixed.plan(load_of(late, 4000, now_s=50.0 + i * TUNING.pause_patience_s / 5)).chunk_tokens for i in range(8)
         ]
         assert rows[:5] == [0] * 5
         assert TUNING.floor_tokens in rows[5:]

@@ -261,9 +261,7 @@ decodes = st.one_of(
 )
 deadlines = st.one_of(st.just(math.inf), st.floats(45.0, 60.0))
 loads = st.builds(
-    lambda decode, prompts, chunk: Load(
-        50.0, decode, tuple(prompts), sum(p.tokens_left for p in prompts), chunk
-    ),
+    lambda decode, prompts, chunk: Load(50.0, decode, tuple(prompts), sum(p.tokens_left for p in prompts), chunk),
     decodes,
     st.lists(st.builds(PromptLoad, st.integers(1, 9000), st.integers(0, 9000), deadlines), max_size=5),
     st.one_of(
@@ -299,9 +297,7 @@ def test_plans_are_consistent(policy: str, load: Load) -> None:
         assert (plan.prefill_lane, plan.slice_layers) == ("decode", 0)
         assert plan.chunk_tokens
     assert (plan.slice_ms is not None) == (plan.slice_layers > 0)
-    prompts_first = (
-        policy == "auto" and load.chunk is None and load.decode and load.decode.budget_ms == math.inf
-    )
+    prompts_first = policy == "auto" and load.chunk is None and load.decode and load.decode.budget_ms == math.inf
     if load.decode is None or (policy.startswith("serial") and waits):
         assert not plan.decode
     elif not plan.decode:

@@ -32,9 +32,7 @@ class Loop(SimulatedEngine):
         name = f"{prompt_tokens} tokens at {arrival_s}: {len(self.requests)}"
         params = SamplingParams(max_tokens=output_tokens)
         kind = OutputKind.FINAL_ONLY
-        self.add_request(
-            name, range(prompt_tokens), params, output_kind=kind, arrival_s=arrival_s, slo=self.slo
-        )
+        self.add_request(name, range(prompt_tokens), params, output_kind=kind, arrival_s=arrival_s, slo=self.slo)
         return name
 
 
@@ -85,9 +83,7 @@ def test_both_phases_go_on_under_any_targets(
     prompts=st.lists(st.integers(2000, 6000), min_size=4, max_size=10),
     num_running=st.integers(1, 40),
 )
-def test_tpot_is_held_where_decode_alone_leaves_room(
-    tpot: float, prompts: list[int], num_running: int
-) -> None:
+def test_tpot_is_held_where_decode_alone_leaves_room(tpot: float, prompts: list[int], num_running: int) -> None:
     """The device takes exactly the predicted times."""
     loop = Loop("auto", Slo(tpot_ms=tpot), num_running=num_running, output_tokens=100)
     for tokens in prompts:

@@ -49,9 +49,7 @@ def test_a_key_goes_on_where_another_ended() -> None:
 # ---- the pool ----
 
 
-def test_blocks_without_a_key_are_taken_first_then_the_least_recently_released_prefixes_from_their_ends() -> (
-    None
-):
+def test_blocks_without_a_key_are_taken_first_then_the_least_recently_released_prefixes_from_their_ends() -> None:
     pool = BlockPool(num_blocks=9, num_slots=4, max_blocks_per_seq=8, block_tokens=BLOCK_TOKENS)
     old, new = keys_of(TEXT[:12]), keys_of(TEXT[12:24])
     for slot, keys in enumerate((old, new)):
@@ -119,9 +117,7 @@ def test_the_next_turn_finds_the_generated_tokens() -> None:
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("chunk_tokens", [5, 16, 1000])
-def test_equal_prefixes_that_come_together_are_computed_once(
-    policy: str, depth: int, chunk_tokens: int
-) -> None:
+def test_equal_prefixes_that_come_together_are_computed_once(policy: str, depth: int, chunk_tokens: int) -> None:
     loop = Loop(policy, chunk_tokens=chunk_tokens, depth=depth)
     loop.add(TEXT[:30], n=2)
     loop.add([*TEXT[:24], 1, 2, 3])

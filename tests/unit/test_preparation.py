@@ -122,9 +122,7 @@ TARGETS = (NO_TARGETS, Slo(ttft_ms=500, tpot_ms=15), Slo(tpot_ms=9), Slo(ttft_ms
 
 
 @settings(max_examples=60, deadline=None)
-@given(
-    requests=arrivals(TARGETS, max_output=60), policy=st.sampled_from(["serial", "mixed", "split", "auto"])
-)
+@given(requests=arrivals(TARGETS, max_output=60), policy=st.sampled_from(["serial", "mixed", "split", "auto"]))
 def test_nothing_is_lost_and_no_step_lacks_its_graph(requests: list[Arrival], policy: str) -> None:
     """The simulated device refuses a batch where none is captured that holds it."""
     loop, executor = make_loop(policy)
@@ -189,9 +187,7 @@ DUE_MS = MODEL.prefill(900, 900 * 900 / 2).ms + 0.9 * PREPARE_MS
     ("count", "prompt", "output", "slo"),
     [(8, 30, 100, Slo(tpot_ms=1.02 * MODEL.decode(8, 8 * 300).ms)), (1, 900, 1, Slo(ttft_ms=DUE_MS))],
 )
-def test_nothing_is_captured_while_targets_leave_no_time(
-    count: int, prompt: int, output: int, slo: Slo
-) -> None:
+def test_nothing_is_captured_while_targets_leave_no_time(count: int, prompt: int, output: int, slo: Slo) -> None:
     loop, executor = make_loop("mixed")
     for _ in range(count):
         loop.add(prompt, output, slo=slo)

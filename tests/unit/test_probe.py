@@ -27,9 +27,7 @@ def make_stream(gpu: FakeDriver, probe: SmidProbe, *sms: int) -> int:
     return stream
 
 
-def test_a_launch_shows_its_streams_sms_and_a_graph_those_of_its_capture(
-    gpu: FakeDriver, probe: SmidProbe
-) -> None:
+def test_a_launch_shows_its_streams_sms_and_a_graph_those_of_its_capture(gpu: FakeDriver, probe: SmidProbe) -> None:
     masked, unmasked = make_stream(gpu, probe, 6, 7), make_stream(gpu, probe)
     assert (probe.run(masked), probe.run(unmasked)) == ({6, 7}, frozenset(range(132)))
     assert probe.run_captured(masked) == probe.run_captured(masked, unmasked) == {6, 7}

@@ -111,9 +111,7 @@ def test_a_shorter_budget_buys_fewer_points_and_a_longer_one_more_passes() -> No
 
 
 def test_the_longest_context_that_fits_stands_in_for_one_that_does_not() -> None:
-    contexts = {
-        point.context_tokens for point in plan().grid if (point.kind, point.batch_size) == ("decode", 512)
-    }
+    contexts = {point.context_tokens for point in plan().grid if (point.kind, point.batch_size) == ("decode", 512)}
     assert contexts == {250, 1000, 1500}
     # A few blocks more or less do not change the plan: an interrupted profile could not go on.
     assert plan(limits=dataclasses.replace(H200, kv_tokens=H200.kv_tokens - 500)) == plan()
@@ -131,8 +129,7 @@ def test_slow_points_take_longer_than_the_burst() -> None:
     slow, fast = ProfilePoint("prefill", 36, tokens=8192), ProfilePoint("decode", None, 1, 250)
     assert burst_seconds(fast, 0.2, MODEL) == pytest.approx(WARM_S + 0.2, abs=0.05)
     assert (
-        burst_seconds(slow, 0.2, MODEL)
-        > (MIN_INTERVALS + 1) * MODEL.prefill(8192, attention_pairs(8192), 36).ms / 1e3
+        burst_seconds(slow, 0.2, MODEL) > (MIN_INTERVALS + 1) * MODEL.prefill(8192, attention_pairs(8192), 36).ms / 1e3
     )
 
 

@@ -80,9 +80,7 @@ def test_a_kept_result_names_no_user(monkeypatch: pytest.MonkeyPatch) -> None:
     assert provenance.without_home("/home/someone-else/a") == "/home/someone-else/a"
 
 
-def test_processor_name_is_in_cpuinfo_or_the_platforms(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_processor_name_is_in_cpuinfo_or_the_platforms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cpuinfo = tmp_path / "cpuinfo"
     for name in ("aarch64", ""):
         monkeypatch.setattr(provenance.platform, "processor", lambda name=name: name)

@@ -55,9 +55,7 @@ def test_names_that_vllm_users_know() -> None:
     assert parameters(Engine.shutdown) == []
     assert parameters(Engine.has_unfinished_requests) == []
     assert parameters(AsyncEngine.generate)[:3] == ["prompt", "sampling_params", "request_id"]
-    sampling = (
-        "temperature top_p top_k min_p seed max_tokens min_tokens stop stop_token_ids ignore_eos logprobs n"
-    )
+    sampling = "temperature top_p top_k min_p seed max_tokens min_tokens stop stop_token_ids ignore_eos logprobs n"
     sampling += " presence_penalty frequency_penalty repetition_penalty logit_bias bad_words"
     assert set(sampling.split()) <= set(parameters(SamplingParams))
 

@@ -190,9 +190,7 @@ def test_a_dead_engine_ends_the_replay() -> None:
     st.integers(2, 500),
     st.integers(0, 5),
 )
-def test_requests_have_the_workloads_lengths(
-    lengths: list[tuple[int, int]], vocab_size: int, seed: int
-) -> None:
+def test_requests_have_the_workloads_lengths(lengths: list[tuple[int, int]], vocab_size: int, seed: int) -> None:
     targets = Slo(ttft_ms=500, tpot_ms=15)
     workload = Workload("w", tuple(WorkloadRequest(p, o, None) for p, o in lengths))
     arrivals = np.arange(len(lengths)) * 0.5

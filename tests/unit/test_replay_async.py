@@ -122,9 +122,7 @@ async def test_a_late_send_counts_against_the_system() -> None:
 
 @settings(deadline=None, max_examples=30)
 @given(
-    plan=st.lists(
-        st.tuples(st.integers(0, 40), st.lists(st.integers(1, 30), min_size=1, max_size=4)), min_size=1
-    ),
+    plan=st.lists(st.tuples(st.integers(0, 40), st.lists(st.integers(1, 30), min_size=1, max_size=4)), min_size=1),
     limit=st.none() | st.integers(1, 4),
 )
 def test_whatever_comes_every_token_has_a_time_and_the_limit_holds(

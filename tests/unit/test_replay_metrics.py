@@ -27,9 +27,7 @@ TIGHT = Slo(ttft_ms=500, tpot_ms=15)
 def served(
     arrival_s: float, *token_times_s: float, prompt: int = 10, slo: Slo = NO_TARGETS, error: str | None = None
 ) -> ServedRequest:
-    return ServedRequest(
-        prompt, len(token_times_s), RequestMetrics(arrival_s, arrival_s, token_times_s), slo, error
-    )
+    return ServedRequest(prompt, len(token_times_s), RequestMetrics(arrival_s, arrival_s, token_times_s), slo, error)
 
 
 def summarize(

@@ -17,9 +17,7 @@ SLO = "ttft:500ms tpot:15ms"
 
 
 def run_at(rate: float, share: float, **changes: Any) -> dict[str, Any]:
-    latencies = {
-        f"{label}_{name}_ms": 10.0 for name in ("ttft", "tpot", "itl") for label in ("median", "p90", "p99")
-    }
+    latencies = {f"{label}_{name}_ms": 10.0 for name in ("ttft", "tpot", "itl") for label in ("median", "p90", "p99")}
     told = {"request_rate": rate, "slo_attainment": share, "failed": 0, "all_at_once": rate == 1e4}
     return latencies | told | {"duration": 30.0, "joules_per_token": 0.02} | changes
 
@@ -32,9 +30,7 @@ def cell(system: str, *runs: dict[str, Any], slo: str = SLO) -> dict[str, Any]:
 def write_comparison(path: Path, *cells: dict[str, Any], date: str = "", **settings: Any) -> None:
     given = {"model": "llama-3.1-8b", "attainment": 0.9, "tolerance": 0.05, "rates": None} | settings
     provenance = PROVENANCE | ({"date_utc": date} if date else {})
-    path.write_text(
-        json.dumps({"settings": given, "provenance": provenance, "continued": [], "cells": cells})
-    )
+    path.write_text(json.dumps({"settings": given, "provenance": provenance, "continued": [], "cells": cells}))
 
 
 def bare(part: str, rows: int, repeats: float, seconds: float) -> dict[str, Any]:
@@ -128,10 +124,7 @@ def test_an_open_search_of_the_peer_leaves_a_range(results: Path) -> None:
 
 def test_sustained_searches_have_both_goodputs_and_their_tails(results: Path) -> None:
     def sustained(system: str, *points: tuple[float, float, bool]) -> dict[str, Any]:
-        told = [
-            run_at(r, share, stable=stable, sustained=True, p99_ttft_ms=100 * r)
-            for r, share, stable in points
-        ]
+        told = [run_at(r, share, stable=stable, sustained=True, p99_ttft_ms=100 * r) for r, share, stable in points]
         return cell(system, *told)
 
     own = sustained(AUTO, (20, 1.0, True), (22, 0.98, True), (24, 0.82, True))

@@ -75,9 +75,7 @@ STOPS = st.lists(st.text("ab\ufffd", min_size=1, max_size=5), max_size=3)
 
 @settings(max_examples=400, deadline=None)
 @given(pieces=PIECES, stops=STOPS, limits=st.tuples(st.integers(1, 14), st.integers(0, 14)))
-def test_text_ends_where_a_naive_search_says(
-    pieces: list[str], stops: list[str], limits: tuple[int, int]
-) -> None:
+def test_text_ends_where_a_naive_search_says(pieces: list[str], stops: list[str], limits: tuple[int, int]) -> None:
     max_tokens, min_tokens = max(limits), min(limits)
     params = SamplingParams(stop=stops, max_tokens=max_tokens, min_tokens=min_tokens)
     expected = naive(pieces, params)
@@ -138,9 +136,7 @@ def test_an_abort_releases_what_was_held_back(kind: OutputKind, stop: str) -> No
 def test_a_request_is_finished_when_all_its_samples_are() -> None:
     prompt = np.array([7, 8], dtype=np.int32)
     params = [SamplingParams(max_tokens=count, n=2) for count in (1, 2)]
-    samples = [
-        Sample(Sequence("r", i, prompt, params[i], 0, frozenset(), arrival_s=1.5), None) for i in (0, 1)
-    ]
+    samples = [Sample(Sequence("r", i, prompt, params[i], 0, frozenset(), arrival_s=1.5), None) for i in (0, 1)]
     request = Request(samples, OutputKind.CUMULATIVE)
     samples[0].append(0, None)
     samples[1].append(0, None)

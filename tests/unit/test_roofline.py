@@ -181,9 +181,7 @@ def test_a_known_gpu_is_found_by_name_and_says_whether_it_was_measured() -> None
     st.integers(0, 32768),
     st.integers(2, 130),
 )
-def test_more_work_never_takes_less_time(
-    batch_size: int, kv: int, tokens: int, cached: int, sms: int
-) -> None:
+def test_more_work_never_takes_less_time(batch_size: int, kv: int, tokens: int, cached: int, sms: int) -> None:
     model = Roofline(H200, LLAMA_8B)
     pairs, more_pairs = attention_pairs(tokens, cached), attention_pairs(tokens + 1, cached)
     assert model.decode(batch_size, kv, sms).ms <= model.decode(batch_size, kv + 1, sms).ms

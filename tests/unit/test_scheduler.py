@@ -288,15 +288,11 @@ def first_step(params: SamplingParams, stop_token_ids: frozenset[int]) -> Step:
 
 
 def test_settings_reach_the_slot() -> None:
-    params = SamplingParams(
-        temperature=0.5, top_k=7, top_p=0.25, min_p=0.125, max_tokens=5, min_tokens=2, logprobs=3
-    )
+    params = SamplingParams(temperature=0.5, top_k=7, top_p=0.25, min_p=0.125, max_tokens=5, min_tokens=2, logprobs=3)
     step = first_step(params, frozenset({9, 4}))
     # Output token i has position 6 + i: the first two may be neither 4 nor 9.
     masked = {"masked_token_ids": (4, 9), "masked_until": 8}
-    assert step.admitted == (
-        SlotInit(slot=0, temperature=0.5, top_k=7, top_p=0.25, min_p=0.125, seed=77, **masked),
-    )
+    assert step.admitted == (SlotInit(slot=0, temperature=0.5, top_k=7, top_p=0.25, min_p=0.125, seed=77, **masked),)
     assert step.num_logprobs == 3
     step = first_step(SamplingParams(top_k=-1), frozenset({9}))
     assert (step.admitted[0].top_k, step.admitted[0].masked_token_ids, step.num_logprobs) == (0, (), None)

@@ -135,9 +135,7 @@ OF_A_COMPLETION: dict[str, object] = json.loads(
 )
 
 
-@pytest.mark.parametrize(
-    ("kind", "own"), [(ChatCompletionRequest, OF_A_CHAT), (CompletionRequest, OF_A_COMPLETION)]
-)
+@pytest.mark.parametrize(("kind", "own"), [(ChatCompletionRequest, OF_A_CHAT), (CompletionRequest, OF_A_COMPLETION)])
 def test_vllms_fields_at_their_defaults_ask_for_nothing(
     kind: type[ChatCompletionRequest | CompletionRequest], own: dict[str, object]
 ) -> None:
@@ -242,9 +240,7 @@ def test_a_huge_wrong_body_is_refused_in_little_time_and_few_words(body: dict[st
     begin_s = time.perf_counter()
     with pytest.raises(ValidationError) as invalid:
         (ChatCompletionRequest if "messages" in body else CompletionRequest).model_validate(body)
-    errors = [
-        error | {"loc": ("body", *error["loc"])} for error in invalid.value.errors()
-    ]  # as the framework does
+    errors = [error | {"loc": ("body", *error["loc"])} for error in invalid.value.errors()]  # as the framework does
     told = ApiError.of(RequestValidationError(errors, body=body))
     assert len(str(told)) < 1000
     assert len(told.json()) < 1500

@@ -42,9 +42,7 @@ class FakeModel:
         self.asked.append(("mixed", tokens, pairs, batch_size, kv_tokens))
         return Prediction(tokens + batch_size, True)
 
-    def split(
-        self, decode_sms: int, batch_size: int, kv_tokens: int, tokens: int, pairs: float
-    ) -> SplitPrediction:
+    def split(self, decode_sms: int, batch_size: int, kv_tokens: int, tokens: int, pairs: float) -> SplitPrediction:
         self.asked.append(("split", decode_sms, batch_size, kv_tokens, tokens, pairs))
         # Each half as fast again as alone on the same SMs.
         return SplitPrediction(batch_size * 15 * 100 / decode_sms, tokens * 150 / (100 - decode_sms), True)
@@ -53,9 +51,7 @@ class FakeModel:
         return max_tokens
 
 
-def make_step(
-    chunks: Sequence[Chunk] = (), decode: Sequence[int] = (), num_logprobs: int | None = None
-) -> Step:
+def make_step(chunks: Sequence[Chunk] = (), decode: Sequence[int] = (), num_logprobs: int | None = None) -> Step:
     return Step((), *make_batches(chunks, decode, blocks=np.arange(1, 1000)), num_logprobs)
 
 

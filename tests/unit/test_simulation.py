@@ -70,8 +70,7 @@ def test_every_policy_serves_every_request_to_its_end(policy: str, slo: Slo) -> 
     conv = load_workload("azure:conv", num_requests=60)
     arrivals = Arrivals(request_rate=25).times(conv)
     first, again = (
-        simulate(MODEL, conv, arrivals, replace(SETTINGS, policy=Policy.parse(policy)), slo=slo)
-        for _ in range(2)
+        simulate(MODEL, conv, arrivals, replace(SETTINGS, policy=Policy.parse(policy)), slo=slo) for _ in range(2)
     )
     assert output_lens(first) == [request.output_tokens for request in conv.requests]
     assert first == again, "the same arguments give the same result"
@@ -114,9 +113,7 @@ def test_the_longest_output_first_ends_sooner(policy: str) -> None:
 def test_deadlines_count_from_arrival() -> None:
     conv = load_workload("azure:conv", num_requests=20)
     slo = Slo(ttft_ms=200, tpot_ms=8)
-    soon, late = (
-        simulate(MODEL, conv, np.full(20, at_s), SETTINGS, slo=slo).replay for at_s in (0.0, 1000.0)
-    )
+    soon, late = (simulate(MODEL, conv, np.full(20, at_s), SETTINGS, slo=slo).replay for at_s in (0.0, 1000.0))
     assert [o.metrics.ttft_ms for o in late.served] == pytest.approx([o.metrics.ttft_ms for o in soon.served])
 
 

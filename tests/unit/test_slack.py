@@ -233,9 +233,7 @@ class TestOrderPrompts:
         due = [next_deadlines(p, 1.0 + p.tokens_left * ms_per_token / 1e3)[0] for p in prompts]
         prompts = [p._replace(deadline_s=d) for p, d in zip(prompts, due, strict=True) if d is not None]
         order = rank_prompts(prompts, 1.0, ms_per_token).kept
-        best = max(
-            num_on_time(prompts, list(o), 1.0, ms_per_token) for o in permutations(range(len(prompts)))
-        )
+        best = max(num_on_time(prompts, list(o), 1.0, ms_per_token) for o in permutations(range(len(prompts))))
         assert num_on_time(prompts, order, 1.0, ms_per_token) == len(order) == best
 
     @settings(deadline=None, max_examples=50)
@@ -288,12 +286,7 @@ class TestOrderPrompts:
         waiting = set(map(id, queue))
         gap_s = tokens * ms_per_token / 1e3 / load
         next_s = now
-        limit_s = (
-            now
-            + max(TUNING.patience_s, TUNING.patience_allowances * allowance)
-            + 2 * sum(victims) / 1e3
-            + 3.0
-        )
+        limit_s = now + max(TUNING.patience_s, TUNING.patience_allowances * allowance) + 2 * sum(victims) / 1e3 + 3.0
         while waiting:
             while next_s <= now:
                 queue.append(prompt(tokens, next_s, allowance))

@@ -49,11 +49,7 @@ def test_a_mask_is_written_as_the_driver_reads_it(libcuda: FakeLibcuda, offset: 
 def test_a_mask_is_read_back(libcuda: FakeLibcuda, low: int, high: int, enabled: int) -> None:
     with registered(libcuda) as stream:
         _smctrl.set_mask(stream=stream, offset=0x51C, disable_low=low, disable_high=high, enabled=enabled)
-        assert (
-            _smctrl.get_mask(stream, 0x51C)
-            == _smctrl.get_mask(stream=stream, offset=0x51C)
-            == (enabled, low, high)
-        )
+        assert _smctrl.get_mask(stream, 0x51C) == _smctrl.get_mask(stream=stream, offset=0x51C) == (enabled, low, high)
 
 
 # Refused arguments: nothing may be written
@@ -94,9 +90,7 @@ def test_enabled_is_one_word(libcuda: FakeLibcuda) -> None:
 
 @mask_access
 @pytest.mark.parametrize("shift", [None, 1, 2])
-def test_a_handle_without_an_object(
-    libcuda: FakeLibcuda, access: Callable[..., object], shift: int | None
-) -> None:
+def test_a_handle_without_an_object(libcuda: FakeLibcuda, access: Callable[..., object], shift: int | None) -> None:
     with registered(libcuda) as stream:
         point_to(stream, 0 if shift is None else object_address(stream) + shift)
         with pytest.raises(ValueError, match=f"stream {stream} does not point to a driver object"):
@@ -122,9 +116,7 @@ def test_only_registered_streams_are_followed(libcuda: FakeLibcuda, access: Call
 
 
 def test_a_made_up_handle_ends_no_process() -> None:
-    code = (
-        "from bullet_graph import _smctrl\ntry: _smctrl.get_mask(8, 0)\nexcept ValueError: print('refused')"
-    )
+    code = "from bullet_graph import _smctrl\ntry: _smctrl.get_mask(8, 0)\nexcept ValueError: print('refused')"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "refused\n"
 

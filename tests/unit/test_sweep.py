@@ -116,9 +116,7 @@ def test_another_sweep_is_not_gone_on_with(path: Path) -> None:
     open_sweep(path).add_run(AUTO, run_at(1))
     with pytest.raises(ConfigError, match="other settings: model is 'tiny' there and 'large' here; add"):
         open_sweep(path, model="large")
-    with pytest.raises(
-        ConfigError, match=r"engine is {'max_num_seqs': 8} there and {'max_num_seqs': 9} here"
-    ):
+    with pytest.raises(ConfigError, match=r"engine is {'max_num_seqs': 8} there and {'max_num_seqs': 9} here"):
         open_sweep(path, engine={"max_num_seqs": 9})
     before = path.read_bytes()
     sweep = open_sweep(path, model="large", overwrite=True)
@@ -275,9 +273,7 @@ def test_an_interrupted_sweep_resumes_in_rounds(path: Path) -> None:
     def serve(num_runs: int) -> Sweep:
         sweep = Sweep.open(path, settings={}, provenance={}, overwrite=False)
         cells = cells_of("conv~8", "code~10")
-        runner = SweepRunner(
-            sweep, is_given_up=lambda cell: sweep.cell(cell.key).goodput_90_below == 10, quiet=True
-        )
+        runner = SweepRunner(sweep, is_given_up=lambda cell: sweep.cell(cell.key).goodput_90_below == 10, quiet=True)
 
         def measure(cell: Cell[Policy], rate: float, label: str | None) -> dict[str, float]:
             if len(runs) == num_runs:

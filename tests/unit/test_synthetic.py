@@ -87,9 +87,7 @@ def test_chat(seed: int) -> None:
     assert len(requests) / len(first) == pytest.approx(3.5, rel=0.03)
     thoughts = np.array([request.follows.think_s for request in requests if request.follows is not None])
     answers = np.array([request.output_tokens for request in requests])
-    messages = np.array(
-        [r.prompt_tokens - (r.follows.num_tokens if r.follows else r.prefix_tokens) for r in requests]
-    )
+    messages = np.array([r.prompt_tokens - (r.follows.num_tokens if r.follows else r.prefix_tokens) for r in requests])
     for values, median, mean, most in (
         (thoughts, 7, 10, 120),
         (answers, 150, 250, 2000),
@@ -132,9 +130,7 @@ def test_seeds_and_fields(name: str) -> None:
 
 
 def test_errors() -> None:
-    with pytest.raises(
-        WorkloadError, match="'chats': use synthetic:conv, synthetic:code, synthetic:longdoc, synth"
-    ):
+    with pytest.raises(WorkloadError, match="'chats': use synthetic:conv, synthetic:code, synthetic:longdoc, synth"):
         synthetic_workload("chats", 1)
     with pytest.raises(WorkloadError, match="got 0 requests"):
         synthetic_workload("conv", 0)

@@ -94,9 +94,7 @@ def test_what_is_written_is_read_back(path: Path) -> None:
         "holds_ttft": False,
     }
     # What has no limit is null, as JSON has no infinity. A lane that is not confined has all SMs.
-    decided = Decision(
-        0, 7.0, 3, 2, 300, 150, 12.5, None, "split", True, 2048, 4, 32, 100, "tpot", (option,), 1
-    )
+    decided = Decision(0, 7.0, 3, 2, 300, 150, 12.5, None, "split", True, 2048, 4, 32, 100, "tpot", (option,), 1)
     step = TracedLaunch(5, "decode", 0, 7.25, "split", 3, 0, 4, 32, 132, 9.0, 7.5, 8.5)
     asked = TracedRequest("r", "stop", 10, 2, 6.0, 6.5, (1_000_000, 1_250_000), 120.0, None)
     assert read_trace(path) == Trace(HEADER, (decided,), (step,), (asked,), (), 6.0, 7.5)
@@ -140,9 +138,7 @@ def test_decisions_that_say_the_same_are_counted(path: Path) -> None:
         (replace(LOAD, prompts=LOAD.prompts[:1]), PLAN),
     ],
 )
-def test_every_change_of_the_plan_or_of_what_there_is_to_do_is_a_decision(
-    path: Path, load: Load, plan: Plan
-) -> None:
+def test_every_change_of_the_plan_or_of_what_there_is_to_do_is_a_decision(path: Path, load: Load, plan: Plan) -> None:
     trace = begin(path)
     trace.decided(LOAD, PLAN)
     trace.decided(load, plan)

@@ -91,9 +91,7 @@ def check(
     shuffled = (1 + np.random.default_rng(seed).permutation(num_blocks - 1)).astype(np.int32)
     padded_lens = kv_lens + [1] * padding_rows
     indptr = [0, *accumulate(counts + [1] * padding_rows)]
-    indices = torch.from_numpy(np.append(shuffled[: sum(counts)], np.zeros(padding_rows, np.int32))).to(
-        DEVICE
-    )
+    indices = torch.from_numpy(np.append(shuffled[: sum(counts)], np.zeros(padding_rows, np.int32))).to(DEVICE)
     for tensor in cache.layer(LAYER):
         tensor[int(shuffled[-1])] = float("nan")
         for length, end in zip(kv_lens, indptr[1:], strict=False):
@@ -105,9 +103,7 @@ def check(
     q = torch.randn(rows, config.num_heads, config.head_dim, generator=torch.Generator().manual_seed(seed))
     q = q.to(DEVICE, dtype)
     # The reference multiplies what is masked by zero, and so must not meet NaN.
-    clean = KVCache(
-        config, num_blocks=num_blocks, block_tokens=block_tokens, dtype=torch.float32, device=DEVICE
-    )
+    clean = KVCache(config, num_blocks=num_blocks, block_tokens=block_tokens, dtype=torch.float32, device=DEVICE)
     for target, source in zip(clean.layer(LAYER), cache.layer(LAYER), strict=True):
         target.copy_(source.float().nan_to_num(0.0))
     reference = ReferenceAttention(
@@ -227,9 +223,7 @@ def test_a_plan_reads_its_batch_when_it_runs() -> None:
     reference = ReferenceAttention(
         cache, q_indptr=[0, 1, 2], kv_lens=[67, 48], kv_indptr=[0, 5, 8], kv_indices=indices.long()
     )
-    torch.testing.assert_close(
-        plan.run(LAYER, rows_of(q)), reference.run(LAYER, rows_of(q)), rtol=1e-5, atol=1e-5
-    )
+    torch.testing.assert_close(plan.run(LAYER, rows_of(q)), reference.run(LAYER, rows_of(q)), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -267,6 +261,4 @@ def test_bad_plans() -> None:
     with pytest.raises(ConfigError, match="1 rows that were planned"):
         lane.plan(batch(1)).run(0, rows_of(q))
     with pytest.raises(ConfigError, match="out must be contiguous"):
-        lane.plan(batch(2)).run_into(
-            0, rows_of(q), torch.zeros_like(q).transpose(0, 1).contiguous().transpose(0, 1)
-        )
+        lane.plan(batch(2)).run_into(0, rows_of(q), torch.zeros_like(q).transpose(0, 1).contiguous().transpose(0, 1))

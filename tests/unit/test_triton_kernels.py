@@ -81,9 +81,7 @@ def test_act_and_mul(
 
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize(("out_features", "in_features"), [(1, 128), (33, 384), (7, 14336), (5, 100)])
-def test_linear_of_one_row(
-    generator: torch.Generator, out_features: int, in_features: int, has_bias: bool
-) -> None:
+def test_linear_of_one_row(generator: torch.Generator, out_features: int, in_features: int, has_bias: bool) -> None:
     x, weight = normal(generator, 1, in_features), normal(generator, out_features, in_features)
     bias = normal(generator, out_features) if has_bias else None
     expected = TorchOps.linear(x, weight, bias)
@@ -112,9 +110,7 @@ def test_rope_and_cache(generator: torch.Generator, preset: str, dtype: torch.dt
         kv_slots=torch.randperm(blocks * block_tokens, generator=generator, device=DEVICE)[:rows].int(),
         cos_sin=normal(generator, 40, config.head_dim),
     )
-    norms = (
-        HeadNorms(*(normal(generator, config.head_dim) for _ in range(2)), 1e-6) if config.qk_norm else None
-    )
+    norms = HeadNorms(*(normal(generator, config.head_dim) for _ in range(2)), 1e-6) if config.qk_norm else None
     shape = (blocks, block_tokens, config.num_kv_heads, config.head_dim)
     caches = normal(generator, *shape, dtype=dtype), normal(generator, *shape, dtype=dtype)
     expected_caches = caches[0].clone(), caches[1].clone()

@@ -148,9 +148,7 @@ def test_the_executor_is_built_while_weights_load(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("progress", [False, True])
-def test_progress_bar_only_when_asked(
-    folder: Path, progress: bool, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_progress_bar_only_when_asked(folder: Path, progress: bool, capsys: pytest.CaptureFixture[str]) -> None:
     make_engine(folder, use_tqdm=progress).shutdown()
     shown = capsys.readouterr().err
     assert ("Loading weights: 100%" in shown) == progress
@@ -161,9 +159,7 @@ def test_a_file_that_breaks_while_it_is_read(folder: Path, monkeypatch: pytest.M
     torn = Mock(get_tensor=Mock(side_effect=OSError(os.strerror(5))))
     read = _StoredTensor.read
     monkeypatch.setattr(_StoredTensor, "read", lambda stored, name: read(replace(stored, file=torn), name))
-    with pytest.raises(
-        CheckpointError, match=r"model-00001-of-.*: tensor .* cannot be read \(.*\); download"
-    ):
+    with pytest.raises(CheckpointError, match=r"model-00001-of-.*: tensor .* cannot be read \(.*\); download"):
         make_engine(folder)
     assert not loader_threads()
 

@@ -127,9 +127,7 @@ class TestAzure:
         ]
         requests = read(tmp_path / "t.csv", "\n".join([HEADER, *lines]))
         assert [(r.prompt_tokens, r.output_tokens) for r in requests] == [row[1:] for row in rows]
-        assert [r.arrival_s for r in requests] == pytest.approx(
-            [(at - microseconds[0]) / 1e6 for at in microseconds]
-        )
+        assert [r.arrival_s for r in requests] == pytest.approx([(at - microseconds[0]) / 1e6 for at in microseconds])
 
 
 class TestMooncake:
@@ -282,8 +280,7 @@ class TestLoadWorkload:
     @given(
         suffix=st.sampled_from([".csv", ".json", ".jsonl"]),
         start=st.sampled_from(["", f"{HEADER}\n", f"{HEADER}\n{ROW}\n", f"{MOONCAKE_ROW}\n", SHAREGPT_START]),
-        rest=st.binary(max_size=60)
-        | st.text(max_size=60).map(lambda text: text.encode("utf-8", "surrogatepass")),
+        rest=st.binary(max_size=60) | st.text(max_size=60).map(lambda text: text.encode("utf-8", "surrogatepass")),
     )
     def test_any_bytes_give_requests_or_the_projects_error(
         self, tmp_path: Path, suffix: str, start: str, rest: bytes
@@ -301,9 +298,7 @@ class TestPromptTokenIds:
         vocab_size=st.integers(1, 200_000),
         seed=st.integers(0, 2**63 - 1),
     )
-    def test_length_range_and_determinism(
-        self, prompt_tokens: int, index: int, vocab_size: int, seed: int
-    ) -> None:
+    def test_length_range_and_determinism(self, prompt_tokens: int, index: int, vocab_size: int, seed: int) -> None:
         request = WorkloadRequest(prompt_tokens, 1, None)
         ids = make_prompt_token_ids(request, index, vocab_size, seed)
         assert (ids.dtype, ids.shape) == (np.int32, (prompt_tokens,))
@@ -408,6 +403,4 @@ def test_a_workload_is_cut_and_a_synthetic_one_made_longer() -> None:
     assert (len(longer.requests), longer.first(1000)) == (1500, code)
     assert trace.first(20) == trace
     assert trace.first(4).requests == trace.requests[:4]
-    assert len(load_workload("synthetic:code", num_requests=5).first(20).requests) == 5, (
-        "the number asked for is kept"
-    )
+    assert len(load_workload("synthetic:code", num_requests=5).first(20).requests) == 5, "the number asked for is kept"

@@ -141,9 +141,7 @@ def decode_gaps_ms(batch: Sequence[RequestMetrics]) -> list[float]:
     return [(b - a) * 1e3 for a, b in itertools.pairwise(times_s)]
 
 
-def _run_batch(
-    engine: Engine, prompts: Sequence[Sequence[int]], output_len: int
-) -> tuple[float, list[RequestMetrics]]:
+def _run_batch(engine: Engine, prompts: Sequence[Sequence[int]], output_len: int) -> tuple[float, list[RequestMetrics]]:
     """Serve one batch; returns its time in seconds and the requests' metrics."""
     params = SamplingParams(temperature=0, ignore_eos=True, max_tokens=output_len)
     start_s = time.perf_counter()

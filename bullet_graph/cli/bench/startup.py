@@ -78,9 +78,7 @@ class StartRun:
 )
 @click.option("--plot", type=FILE, help="Draw the phases over time: a file ending in .svg or .png.")
 @result_options
-def startup(
-    config: EngineConfig, num_iters_cold: int, num_iters_warm: int, plot: Path | None, output: Output
-) -> None:
+def startup(config: EngineConfig, num_iters_cold: int, num_iters_warm: int, plot: Path | None, output: Output) -> None:
     """Time an engine's start, from a new process to its first token, phase by phase.
 
     Each start is a process of its own, so that imports count. A cold one has empty folders for what Inductor, Triton
@@ -214,9 +212,7 @@ def _kind_fields(kind: str, runs: Sequence[StartRun]) -> dict[str, Any]:
         f"avg_{kind}_first_token_time": float(np.mean([run.first_token_s for run in runs])),
         f"num_iters_{kind}": len(runs),
         f"{kind}_startup_times": [run.startup_s for run in runs],
-        f"{kind}_phases": {
-            name: float(np.mean([run.get(name, 0.0) for run in seconds])) for name in seconds[0]
-        },
+        f"{kind}_phases": {name: float(np.mean([run.get(name, 0.0) for run in seconds])) for name in seconds[0]},
         f"{kind}_runs": [dataclasses.asdict(run) for run in runs],
     }
 

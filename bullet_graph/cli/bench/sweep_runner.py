@@ -28,9 +28,7 @@ from bullet_graph.slo import NO_TARGETS, Slo
 from bullet_graph.workloads import Arrivals, Workload
 
 _FORM = re.compile(r"(?P<name>[^=@][^@]*?)(=(?P<count>[^=~@]*))?(~(?P<rate>[^=~@]*))?(@(?P<slo>[^@]*))?")
-_FORM_SHOWN = (
-    "NAME[=NUM_PROMPTS][~FIRST_RATE][@TARGETS], such as synthetic:conv or 'synthetic:code~10@ttft:500 tpot:8'"
-)
+_FORM_SHOWN = "NAME[=NUM_PROMPTS][~FIRST_RATE][@TARGETS], such as synthetic:conv or 'synthetic:code~10@ttft:500 tpot:8'"
 
 S = TypeVar("S")  # what serves a cell: a policy of this engine, or a system of a comparison
 
@@ -233,9 +231,7 @@ def parse_targets(text: str) -> Slo:
     """Read targets such as ``ttft:500 tpot:15``; ConfigError for another form, or none."""
     slo = Slo.parse(text.replace(",", " ").split())
     if slo == NO_TARGETS:
-        raise ConfigError(
-            "a goodput needs targets, got none: write them as 'ttft:500 tpot:15' (milliseconds)"
-        )
+        raise ConfigError("a goodput needs targets, got none: write them as 'ttft:500 tpot:15' (milliseconds)")
     return slo
 
 
