@@ -88,7 +88,7 @@ def goodput_rows(task: Task) -> Iterator[Row]:
                 # The peer's goodput may be anywhere below its next rate, which served too few.
                 ratio = f"{here / ceiling:.2f} to {ratio}"
                 shown += f" (< {ceiling:.3g})"
-        name, texts = "goodput (not sustained)", [own.text, shown]
+        name, texts = "goodput (short)", [own.text, shown]
         if own.sustained:
             name = f"goodput_{100 * share:.0f}"
             tails = (figure((one.best_run or {}).get("p99_ttft_ms"), 0) for one in (own, best))
@@ -227,7 +227,7 @@ Machine: {device}, driver {driver}, {versions}. Weights are random, in the model
 
 **How to read the ratios.** "Ratio" is this engine over the best peer setting: goodput should be high, times and energy
 low. The peer may take another setting for each row; this engine runs `auto`, and its best setting all at once. Goodput
-is the highest rate at which 90 % of the requests (`goodput_99`: 99 %) meet both targets. "Not sustained": runs of 9 to
+is the highest rate at which 90 % of the requests (`goodput_99`: 99 %) meet both targets. "Short": runs of 9 to
 20 s, in which a queue only began to grow; they flatter rates, ratios less so. Two ratios mean that the peer's search
 ended early: its goodput lies below the rate at which it failed ("<"). "Limit" is the time of the same
 kernels alone, on the same card under its power cap, or of the bytes at a copy's rate. Cards of one name differ by
@@ -296,7 +296,7 @@ def make_report(sources: Sequence[Source], folder: str, pictures: str) -> str:
 
 
 def _file_line(source: Source) -> str:
-    told = "settings in the file" if source.is_comparison else "–"
+    told = "its settings" if source.is_comparison else "–"
     return f"- `{source.name}` ({source.date[:10] or 'no date'}): {source.command or told}"
 
 
