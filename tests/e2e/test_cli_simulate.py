@@ -140,10 +140,11 @@ def test_a_sweep_finds_each_policies_goodput_and_draws_it(table: Path, tmp_path:
     assert "the file exists" in refused(simulate(*TARGETS, "--sweep", "--plot", str(plot)))
 
 
-def test_a_sustained_sweep_ends_where_the_trace_does() -> None:
+def test_a_sustained_sweep_ends_where_the_trace_does(tmp_path: Path) -> None:
+    output = tmp_path / "sweep.json"
     options = ("--num-prompts", "300", "--sweep", *TARGETS, "--policy", "mixed", "--first-rate", "2.5")
-    assert "≥ 2.50" in simulate(*options).stdout
-    found = parsed(simulate(*options, "--json"))["policies"]["mixed"]
+    assert "≥ 2.50" in simulate(*options, "--output-json", str(output)).stdout
+    found = json.loads(output.read_text())["policies"]["mixed"]
     (only,) = found.pop("results")
     assert found == {
         "goodput_90": 2.5,
@@ -159,12 +160,13 @@ def test_a_sustained_sweep_ends_where_the_trace_does() -> None:
     assert only["waiting_tokens_end"] <= only["waiting_tokens_half"] + 2 * only["prefill_tokens_per_s"]
 
 
-def test_a_sweep_that_holds_nowhere_says_so() -> None:
+def test_a_sweep_that_holds_nowhere_says_so(tmp_path: Path) -> None:
+    output = tmp_path / "sweep.json"
     options = ("--goodput", "ttft:0.001", "--sweep", "--smoke", "--policy", "mixed", "--first-rate", "4")
-    result = simulate(*options)
+    result = simulate(*options, "--output-json", str(output))
     assert result.exit_code == 0, result.output
     assert "< 0.41" in result.stdout
-    assert parsed(simulate(*options, "--json"))["policies"]["mixed"]["goodput_90"] is None
+    assert json.loads(output.read_text())["policies"]["mixed"]["goodput_90"] is None
 
 
 def test_a_table_that_does_not_fit_is_refused(table: Path, tmp_path: Path) -> None:

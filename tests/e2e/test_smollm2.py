@@ -1,22 +1,16 @@
 """A real pretrained model on the CPU: tokens, perplexity and a chat, against ``transformers`` on the same weights."""
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from decoders import read_decoder
 from engines import Model
 from servers import serving
 from smollm2 import TEXT, smollm2_folder
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from bullet_graph import Engine, SamplingParams
-from bullet_graph.kernels.ops import TorchOps
-from bullet_graph.models.layers import eager_functions
-from bullet_graph.runtime.cpu import reference_attention
-from bullet_graph.runtime.rows import lay_out, make_batches
 
 LONG, SCORED = 2000, 500
 """Tokens of the long prompt, and how many of them the perplexity is of."""
@@ -78,32 +72,12 @@ def test_tokens_after_a_long_prompt_and_its_perplexity_equal(
     rows = [*range(SCORED), *range(LONG - 1, LONG + len(tokens) - 1)]
     expected = model.logits([*long_prompt, *tokens], rows)
     assert tokens == tuple(expected[SCORED:].argmax(-1).tolist())
-    scored = long_prompt[:SCORED]
-    found = perplexity(every_row(model.folder, scored), scored)
-    assert found == pytest.approx(perplexity(expected[:SCORED], scored), rel=1e-3)
-
-
-def perplexity(logits: torch.Tensor, token_ids: list[int]) -> float:
-    return float(torch.nn.functional.cross_entropy(logits[:-1], torch.tensor(token_ids[1:])).exp())
-
-
-@torch.inference_mode()
-def every_row(folder: Path, token_ids: list[int]) -> torch.Tensor:
-    """Logits of all positions, which no request asks for."""
-    num_blocks = -(-len(token_ids) // 16) + 1
-    decoder = read_decoder(folder, num_blocks=num_blocks, dtype=torch.float32, device="cpu")
-    chunk = (0, len(token_ids), True)
-    batches = make_batches([chunk], (), blocks=np.arange(1, num_blocks), token_ids=np.array(token_ids))
-    rows = lay_out(*batches, 16)
-    functions = eager_functions(TorchOps())
-    hidden = decoder.run_layers(
-        decoder.embed(torch.tensor(token_ids)),
-        torch.from_numpy(rows.positions).long(),
-        torch.from_numpy(rows.kv_slots).long(),
-        reference_attention(decoder.cache, rows, rows.q_indptr),
-        functions,
-    )
-    return decoder.logits(hidden, functions.ops)
+    scored, followers = long_prompt[:SCORED], torch.tensor(long_prompt[1:SCORED])
+    theirs = torch.nn.functional.cross_entropy(expected[: SCORED - 1], followers)
+    (output,) = engine.generate(scored, SamplingParams(max_tokens=0, prompt_logprobs=0), use_tqdm=False)
+    assert output.prompt_logprobs is not None
+    ours = -np.mean([entry.logprob for entry in output.prompt_logprobs if entry is not None])
+    assert np.exp(ours) == pytest.approx(float(theirs.exp()), rel=1e-3)
 
 
 def test_a_chat_over_the_server(model: Model) -> None:

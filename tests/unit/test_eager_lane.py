@@ -93,8 +93,11 @@ def test_forward_equals_the_reference(
         assert runs == ([("fa2", "paged", len(chunks))] if chunks else [])
 
 
-@pytest.mark.parametrize("layer_windows", [(3, 3), (6, None), (None, 5), (2, 7)], ids=str)
-@pytest.mark.parametrize("capability", [(9, 0), (8, 0)])
+@pytest.mark.parametrize(
+    ("capability", "layer_windows"),
+    [((9, 0), (3, 3)), ((9, 0), (6, None)), ((9, 0), (None, 5)), ((9, 0), (2, 7)), ((8, 0), (2, 7))],
+    ids=str,
+)
 @pytest.mark.usefixtures("runs")
 @torch.inference_mode()
 def test_each_layer_attends_to_its_window(
