@@ -51,7 +51,9 @@ def _write(gguf: Path, folder: Path) -> None:
     read = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.bfloat16)
     # A model that came from a GGUF file cannot be saved; a plain one of its weights can.
     settings = {key: value for key, value in read.config.to_dict().items() if key != "quantization_config"}
-    plain = LlamaForCausalLM(LlamaConfig.from_dict(settings)).to(torch.bfloat16)
-    plain.load_state_dict(read.state_dict())
+    with torch.device("meta"):
+        plain = LlamaForCausalLM(LlamaConfig.from_dict(settings))
+    plain.load_state_dict(read.state_dict(), assign=True)
+    plain.tie_weights()
     plain.save_pretrained(folder)
     AutoTokenizer.from_pretrained(**source).save_pretrained(folder)
