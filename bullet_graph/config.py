@@ -218,7 +218,8 @@ class EngineConfig:
     )
     reject_late: float | None = setting(
         None,
-        "Refuse a request (429 on the server) whose predicted TTFT is more than this many times its target.",
+        "Refuse a request (429 on the server) whose predicted TTFT is more than this many times its target; needs a "
+        "performance table.",
         metavar="FACTOR",
         no_value="refuse none",
         wanted="a number above 0",
@@ -346,10 +347,10 @@ class EngineConfig:
 
     @property
     def predicts(self) -> bool:
-        """Whether the policy predicts from a performance model: ``mixed`` does under a TPOT target, without a size."""
+        """Whether times are predicted: for ``reject_late``, and by policies (``mixed`` does to size chunks by TPOT)."""
         policy = self.policy
         sized_by_target = policy.name == "mixed" and policy.chunk_tokens is None and self.slo.tpot_ms is not None
-        return policy.uses_prefill_lane or sized_by_target
+        return policy.uses_prefill_lane or sized_by_target or self.reject_late is not None
 
     @property
     def chunk_tokens(self) -> int:

@@ -39,8 +39,8 @@ def find_performance(
     """The performance model that the configuration names or that its policy predicts from; None where there is none.
 
     ``cached_table`` is asked if neither the user nor the package has a table. Raises PerfTableError where the named
-    table cannot be read or is of another GPU, model, dtype or kernels, or where ``split`` has none. Raises ConfigError
-    as :func:`named_plan`.
+    table cannot be read or is of another GPU, model, dtype or kernels, or where ``split`` or ``reject_late`` has none.
+    Raises ConfigError as :func:`named_plan`.
     """
     name = config.perf_table
     if name == ROOFLINE:
@@ -48,8 +48,13 @@ def find_performance(
     if name is None and not config.predicts:
         return None
     if runtime.device.type == "cpu":
-        if name is None:
+        if name is None and config.reject_late is None:
             return None
+        if name is None:
+            raise PerfTableError(
+                "reject_late refuses by predicted times, and tables of times are measured on GPUs, but the device is "
+                "the CPU: pass perf_table='roofline' for an estimate, or leave reject_late out"
+            )
         raise PerfTableError(
             f"perf_table={name} names a table, and tables are measured on GPUs, but the device is the CPU: pass "
             "perf_table='roofline' for an estimate, or leave it out"
@@ -57,11 +62,12 @@ def find_performance(
     file = table_file(config, runtime)
     table = cached_table() if file is None else read_table(file)
     if table is None:
-        if config.policy.name != "split":
+        if config.policy.name != "split" and config.reject_late is None:
             return None
         key = table_key(runtime)
+        needing = f"the policy {config.policy}" if config.reject_late is None else "reject_late"
         raise PerfTableError(
-            f"the policy {config.policy} needs a performance table of {key.model} in {key.dtype} on {key.gpu}, but "
+            f"{needing} needs a performance table of {key.model} in {key.dtype} on {key.gpu}, but "
             f"there is none at {user_table_file(key)} nor among those that come with the package "
             f"({', '.join(path.name for path in list_tables()) or 'none'}): run `bullet-graph profile --model "
             f"{config.model}` once, or pass perf_table='roofline' for an estimate"

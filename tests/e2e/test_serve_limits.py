@@ -18,7 +18,7 @@ import pytest
 from engines import before_launch, make_engine
 from servers import MODEL, Served, as_http, serving
 
-from bullet_graph import AsyncEngine, ConfigError, EngineDeadError
+from bullet_graph import AsyncEngine, ConfigError, EngineDeadError, PerfTableError, Slo
 from bullet_graph.runtime.cpu import CpuExecutor
 from bullet_graph.runtime.step import Placement, Step
 from bullet_graph.serve.lifecycle import bind, warm_up
@@ -51,6 +51,26 @@ def stuck(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stuck]:
 def error_of(response: httpx.Response) -> dict[str, str]:
     error: dict[str, str] = response.json()["error"]
     return error
+
+
+# ---- requests that would come too late ----
+
+
+def test_a_request_that_would_come_too_late_is_told_when_to_return() -> None:
+    settings = {"policy": "auto", "perf_table": "roofline", "reject_late": 2.0, "max_model_len": 64}
+    with serving(**settings, slo=Slo(ttft_ms=1e-6)) as served:
+        refused = served.post("/v1/completions", **LONG)
+        streamed = served.post("/v1/completions", **LONG, stream=True)
+        served.post("/v1/completions", **LONG, slo={"ttft_ms": 60_000}).raise_for_status()
+    assert [refused.status_code, streamed.status_code] == [429, 429]
+    assert error_of(refused)["code"] == "too_late"
+    assert "more than 2 × the target" in error_of(refused)["message"]
+    assert refused.headers["Retry-After"] == "1"
+
+
+def test_nothing_is_refused_as_late_without_predictions() -> None:
+    with pytest.raises(PerfTableError, match=r"reject_late refuses by predicted times.*perf_table='roofline'"):
+        make_engine(reject_late=2.0)
 
 
 # ---- the key ----
