@@ -137,10 +137,11 @@ class Planner:
     def _unhurried_ms(self, decode: DecodeLoad, step_ms: float) -> float:
         """The interval between steps of decode alone that targets allow, or 0 if a step lasts as long.
 
-        The slower the steps, the more sequences share one, and with it the energy that reading the weights takes.
+        The slower the steps, the more sequences share one, and with it the energy that reading the weights takes. A
+        sequence alone shares with none.
         """
         allowed_ms = TUNING.unhurried_share * min(decode.budget_ms, decode.target_ms)
-        if step_ms < allowed_ms < math.inf:
+        if step_ms < allowed_ms < math.inf and decode.batch_size > 1:
             return min(allowed_ms, TUNING.unhurried_ratio * step_ms)
         return 0.0
 

@@ -55,6 +55,7 @@ class TestWithoutChoice:
         }
         assert plan.interval_ms == intervals[expected]
         assert planner("mixed").plan(load).interval_ms == 0.0
+        assert planner("auto").plan(load_of(decoding(1, tpot=tpot))).interval_ms == 0.0
         assert planner("auto").plan(load_of(decoding(64, tpot=tpot), 100)).interval_ms == 0.0
 
     @pytest.mark.parametrize("policy", ["mixed", "split", "auto"])
