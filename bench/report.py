@@ -252,7 +252,7 @@ FILES = """
 ## Files
 
 Each file names its device, versions and commit. Newer files record their command line. Older comparisons do not; the
-`settings` in them name systems, workloads and options.
+`settings` in them name systems, workloads and options. "–": neither.
 
 """
 

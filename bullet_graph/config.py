@@ -347,7 +347,7 @@ class EngineConfig:
 
     @property
     def predicts(self) -> bool:
-        """Whether times are predicted: for ``reject_late``, and by policies (``mixed`` does to size chunks by TPOT)."""
+        """Whether times are predicted: by ``auto``, ``split``, ``reject_late``, and ``mixed`` under a TPOT target."""
         policy = self.policy
         sized_by_target = policy.name == "mixed" and policy.chunk_tokens is None and self.slo.tpot_ms is not None
         return policy.uses_prefill_lane or sized_by_target or self.reject_late is not None

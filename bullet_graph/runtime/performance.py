@@ -48,17 +48,17 @@ def find_performance(
     if name is None and not config.predicts:
         return None
     if runtime.device.type == "cpu":
-        if name is None and config.reject_late is None:
-            return None
-        if name is None:
+        if name is not None:
+            raise PerfTableError(
+                f"perf_table={name} names a table, and tables are measured on GPUs, but the device is the CPU: pass "
+                "perf_table='roofline' for an estimate, or leave it out"
+            )
+        if config.reject_late is not None:
             raise PerfTableError(
                 "reject_late refuses by predicted times, and tables of times are measured on GPUs, but the device is "
                 "the CPU: pass perf_table='roofline' for an estimate, or leave reject_late out"
             )
-        raise PerfTableError(
-            f"perf_table={name} names a table, and tables are measured on GPUs, but the device is the CPU: pass "
-            "perf_table='roofline' for an estimate, or leave it out"
-        )
+        return None
     file = table_file(config, runtime)
     table = cached_table() if file is None else read_table(file)
     if table is None:

@@ -1,4 +1,7 @@
-"""A client for servers with OpenAI's completions interface, such as vLLM and SGLang. It needs aiohttp (an extra)."""
+"""A client for servers with OpenAI's completions interface: ``bullet-graph serve``, ``vllm serve``, SGLang.
+
+Needs aiohttp (extra ``bench``), but none of the server's libraries.
+"""
 
 import dataclasses
 import json
@@ -31,7 +34,10 @@ class OpenAiServer:
 
     @classmethod
     async def connect(cls, url: str, *, api_key: str | None = None) -> "OpenAiServer":
-        """Connect to a ``url`` up to ``/v1``; ConfigError where no such server is there, or it names no model."""
+        """Connect and ask for the server's model and version; ``url`` goes up to ``/v1``.
+
+        Raises ConfigError where there is no such server, or it does not name its model.
+        """
         session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=60),
