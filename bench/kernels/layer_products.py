@@ -14,7 +14,6 @@ from typing import Any
 
 import click
 import torch
-from torch import Tensor
 
 from bench.kernels.harness import (
     GpuCommand,
@@ -28,6 +27,7 @@ from bench.kernels.harness import (
 )
 from bench.record import write_report
 from bullet_graph.kernels.gpu import Gpu, fitting_blas
+from bullet_graph.kernels.ops import Linear
 from bullet_graph.kernels.triton_ops import TritonOps
 from bullet_graph.models.config import ModelConfig
 from bullet_graph.models.presets import PRESETS
@@ -43,12 +43,12 @@ def product_flops(config: ModelConfig, rows: int, *names: str) -> float:
     return 2.0 * rows * sum(math.prod(shapes[name]) for name in names)
 
 
-def ways(config: ModelConfig, layers: list[dict[str, Tensor]], rows: int) -> dict[str, tuple[Run, float]]:
+def ways(config: ModelConfig, layers: list[dict[str, Linear]], rows: int) -> dict[str, tuple[Run, float]]:
     """What is measured by name: a run over all layers, and its operations per layer."""
     shapes = dict(zip(NAMES, layer_matrices(config), strict=True))
     inputs = {name: random_tensor(rows, columns) for name, (_, columns) in shapes.items()}
 
-    def over_layers(step: Callable[[dict[str, Tensor]], object]) -> Run:
+    def over_layers(step: Callable[[dict[str, Linear]], object]) -> Run:
         def run() -> None:
             for layer in layers:
                 step(layer)
@@ -57,13 +57,13 @@ def ways(config: ModelConfig, layers: list[dict[str, Tensor]], rows: int) -> dic
 
     ops = TritonOps(Gpu.of(inputs["qkv"].device))
 
-    def engine(layer: dict[str, Tensor]) -> None:
+    def engine(layer: dict[str, Linear]) -> None:
         TritonOps.linear(inputs["qkv"], layer["qkv"])
         TritonOps.linear(inputs["o"], layer["o"])
         ops.glu(inputs["gate_up"], layer["gate_up"])
         TritonOps.linear(inputs["down"], layer["down"])
 
-    def single(name: str, layer: dict[str, Tensor]) -> None:
+    def single(name: str, layer: dict[str, Linear]) -> None:
         TritonOps.linear(inputs[name], layer[name])
 
     return {"engine": (over_layers(engine), product_flops(config, rows, *NAMES))} | {
@@ -81,7 +81,7 @@ def main(model: str, rows: tuple[int, ...], seconds: float, output_json: Path) -
     config = PRESETS[model]
     layers = [
         {
-            name: random_tensor(*shape, std=shape[1] ** -0.5)
+            name: Linear(random_tensor(*shape, std=shape[1] ** -0.5))
             for name, shape in zip(NAMES, layer_matrices(config), strict=True)
         }
         for _ in range(LAYERS)

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from bullet_graph.kernels.ops import TorchOps
 from bullet_graph.models.decoder import Decoder
@@ -124,7 +125,7 @@ def exported(part: LayerPart) -> torch.export.ExportedProgram:
     class OfTensors(torch.nn.Module):
         def forward(self, *tensors: Tensor) -> tuple[Tensor, Tensor]:
             given = iter(tensors)
-            return part.function(*(next(given) if isinstance(value, Tensor) else value for value in part.arguments))
+            return part.function(*tree_map_only(Tensor, lambda _: next(given), part.arguments))
 
     # strict=True would only have Dynamo trace the function a second time.
     return torch.export.export(OfTensors(), tuple(tensors), dynamic_shapes=(tuple(shapes),), strict=False)
@@ -153,7 +154,7 @@ def load_package(package: Path, part: LayerPart) -> CompiledPart:
 
 
 def _tensors(arguments: tuple[Any, ...]) -> list[Tensor]:
-    return [value for value in arguments if isinstance(value, Tensor)]
+    return [value for value in tree_leaves(arguments) if isinstance(value, Tensor)]
 
 
 # ---- layers ----

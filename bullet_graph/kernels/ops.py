@@ -1,6 +1,7 @@
 """A layer's operations but attention in plain torch: on any device, and as torch.compile fuses them."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,9 +23,18 @@ class RowInputs:
     cos_sin: Tensor
 
 
-@dataclass(frozen=True, slots=True)
-class HeadNorms:
-    """RMSNorm over each query head and each key head (Qwen3); weights are [head_dim]."""
+# Tuples, which torch.compile and torch.export take as arguments.
+
+
+class Linear(NamedTuple):
+    """A projection, x @ weight.T + bias: weight [out_features, in_features], bias [out_features]."""
+
+    weight: Tensor
+    bias: Tensor | None = None
+
+
+class HeadNorms(NamedTuple):
+    """RMSNorms of queries and of keys: over each head (Qwen3), weights [head_dim], or over all heads together."""
 
     q: Tensor
     k: Tensor
@@ -46,8 +56,9 @@ class TorchOps:
         return _rms_norm(summed, weight, eps), summed
 
     @staticmethod
-    def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
-        """Project rows [rows, in_features]: x @ weight.T + bias, into ``out`` [rows, out_features] or new memory."""
+    def linear(x: Tensor, linear: Linear, out: Tensor | None = None) -> Tensor:
+        """Project rows [rows, in_features] into ``out`` [rows, out_features] or new memory."""
+        weight, bias = linear
         if out is None:
             return torch.nn.functional.linear(x, weight, bias)
         return torch.mm(x, weight.t(), out=out) if bias is None else torch.addmm(bias, x, weight.t(), out=out)
@@ -65,12 +76,12 @@ class TorchOps:
             return torch.nn.functional.gelu(gate, approximate="tanh") * up
         return torch.nn.functional.silu(gate) * up
 
-    def glu(self, x: Tensor, gate_up_weight: Tensor, gelu: bool = False) -> Tensor:
+    def glu(self, x: Tensor, gate_up: Linear, gelu: bool = False) -> Tensor:
         """SwiGLU, or GeGLU (Shazeer 2020): project [rows, hidden_size], then :meth:`act_and_mul`.
 
-        ``gate_up_weight`` is [2 * intermediate_size, hidden_size], gate's rows first.
+        ``gate_up`` has 2 * intermediate_size outputs, gate's first.
         """
-        return self.act_and_mul(self.linear(x, gate_up_weight), gelu)
+        return self.act_and_mul(self.linear(x, gate_up), gelu)
 
     @staticmethod
     def rope_and_cache(

@@ -9,7 +9,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from bullet_graph.kernels import triton_kernels
 from bullet_graph.kernels.gpu import Gpu
-from bullet_graph.kernels.ops import HeadNorms, KeysValues, RowInputs, TorchOps
+from bullet_graph.kernels.ops import HeadNorms, KeysValues, Linear, RowInputs, TorchOps
 from bullet_graph.kernels.sampler import SamplingState
 
 _HEADS_BLOCK = 16
@@ -79,12 +79,13 @@ class TritonOps(TorchOps):
             triton_kernels.rms_norm_kernel[(rows,)](x, weight, width, x.stride(0), eps, BLOCK=block, num_warps=warps)
 
     @staticmethod
-    def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+    def linear(x: Tensor, linear: Linear, out: Tensor | None = None) -> Tensor:
         # One row has a kernel of its own.
+        weight, bias = linear
         out_features, in_features = weight.shape
         block = min(in_features & -in_features, _GEMV_BLOCK)  # the largest power of two that divides it
         if len(x) != 1 or block < _GEMV_LEAST_BLOCK:
-            return TorchOps.linear(x, weight, bias, out)
+            return TorchOps.linear(x, linear, out)
         if out is None:
             out = x.new_empty(1, out_features)
         triton_kernels.gemv_kernel[(out_features,)](
@@ -102,12 +103,12 @@ class TritonOps(TorchOps):
         )
         return out
 
-    def glu(self, x: Tensor, gate_up_weight: Tensor, gelu: bool = False) -> Tensor:
+    def glu(self, x: Tensor, gate_up: Linear, gelu: bool = False) -> Tensor:
         # Many rows on Hopper take one launch, which rounds once.
         fused = self._fused_swiglu_sms and len(x) >= FUSED_SWIGLU_MIN_ROWS and not gelu
-        if fused and can_fuse(x, gate_up_weight):
-            return swiglu_matmul(x, gate_up_weight, num_sms=self._fused_swiglu_sms)
-        return self.act_and_mul(self.linear(x, gate_up_weight), gelu)
+        if fused and can_fuse(x, gate_up.weight):
+            return swiglu_matmul(x, gate_up.weight, num_sms=self._fused_swiglu_sms)
+        return self.act_and_mul(self.linear(x, gate_up), gelu)
 
     @staticmethod
     def rope_and_cache(

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from bullet_graph.kernels.attention import Attention, LayerRows
 from bullet_graph.kernels.memory import KVCache
-from bullet_graph.kernels.ops import RowInputs, TorchOps
+from bullet_graph.kernels.ops import Linear, RowInputs, TorchOps
 from bullet_graph.kernels.sampler import token_logprobs
 from bullet_graph.models.config import ModelConfig
 from bullet_graph.models.layers import LayerFunctions
@@ -127,7 +127,7 @@ class Decoder:
         x, _ = ops.add_rms_norm(hidden.x, hidden.residual, self.weights.final_norm, self.config.rms_norm_eps)
         if self.config.logits_divisor != 1.0:
             x.div_(self.config.logits_divisor)
-        return ops.linear(x, self.weights.lm_head, out=out)
+        return ops.linear(x, Linear(self.weights.lm_head), out=out)
 
     def score(
         self, hidden: Hidden, rows: Tensor, token_ids: Tensor, count: int, ops: TorchOps

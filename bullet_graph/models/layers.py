@@ -3,22 +3,12 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from bullet_graph.kernels.ops import HeadNorms, TorchOps
-
-_InputWeights = tuple[Tensor | None, Tensor, Tensor | None, Tensor | None, Tensor | None]
-_OutputWeights = tuple[Tensor, Tensor | None, Tensor | None, Tensor, Tensor, Tensor | None, bool, float]
-
-
-@dataclass(frozen=True, slots=True)
-class Linear:
-    """A projection, x @ weight.T + bias: weight [out_features, in_features], bias [out_features]."""
-
-    weight: Tensor
-    bias: Tensor | None = None
+from bullet_graph.kernels.ops import HeadNorms, Linear, TorchOps
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,13 +26,16 @@ class SelfAttention:
     rope: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Mlp:
+class Mlp(NamedTuple):
     """SwiGLU between two projections, or GeGLU; ``gate_up`` gives 2 * intermediate_size columns: gate, then up."""
 
     gate_up: Linear
     down: Linear
     gelu: bool = False
+
+
+_InputWeights = tuple[Tensor | None, Linear, HeadNorms | None]
+_OutputWeights = tuple[Linear, Tensor | None, Tensor | None, Mlp, Tensor | None, float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,12 +58,11 @@ class Layer:
     output_weights: _OutputWeights = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        qkv, o, mlp, norms = self.attention.qkv, self.attention.o, self.mlp, self.attention.spanning_norms
-        q_norm, k_norm = (norms.q, norms.k) if norms else (None, None)
-        before: _InputWeights = (self.input_norm, qkv.weight, qkv.bias, q_norm, k_norm)
-        after: _OutputWeights = (
-            *(o.weight, self.attended_norm, self.mlp_norm, mlp.gate_up.weight, mlp.down.weight),
-            *(self.output_norm, mlp.gelu, self.residual_multiplier),
+        attention = self.attention
+        before = self.input_norm, attention.qkv, attention.spanning_norms
+        after = (
+            *(attention.o, self.attended_norm, self.mlp_norm),
+            *(self.mlp, self.output_norm, self.residual_multiplier),
         )
         object.__setattr__(self, "input_weights", before)
         object.__setattr__(self, "output_weights", after)
@@ -81,10 +73,8 @@ def attention_input(
     x: Tensor,
     residual: Tensor,
     norm: Tensor | None,
-    qkv: Tensor,
-    qkv_bias: Tensor | None,
-    q_norm: Tensor | None,
-    k_norm: Tensor | None,
+    qkv: Linear,
+    norms: HeadNorms | None,
     eps: float,
     summed: Tensor | None = None,
     out: Tensor | None = None,
@@ -94,10 +84,11 @@ def attention_input(
     They are in ``out`` and ``summed``, or new memory.
     """
     x, residual = _add_norm(ops, x, residual, norm, eps, summed)
-    projected = ops.linear(x, qkv, qkv_bias, out=out)
-    if q_norm is not None and k_norm is not None:
-        ops.rms_norm_(projected[:, : len(q_norm)], q_norm, eps)
-        ops.rms_norm_(projected[:, len(q_norm) : len(q_norm) + len(k_norm)], k_norm, eps)
+    projected = ops.linear(x, qkv, out=out)
+    if norms is not None:
+        q_size, k_size = len(norms.q), len(norms.k)
+        ops.rms_norm_(projected[:, :q_size], norms.q, eps)
+        ops.rms_norm_(projected[:, q_size : q_size + k_size], norms.k, eps)
     return projected, residual
 
 
@@ -105,20 +96,18 @@ def attention_output(
     ops: TorchOps,
     attended: Tensor,
     residual: Tensor,
-    o: Tensor,
+    o: Linear,
     attended_norm: Tensor | None,
     mlp_norm: Tensor | None,
-    gate_up: Tensor,
-    down: Tensor,
+    mlp: Mlp,
     output_norm: Tensor | None,
-    gelu: bool,
     multiplier: float,
     eps: float,
 ) -> tuple[Tensor, Tensor]:
     """Project, norm, MLP, after attention; returns (x [rows, hidden_size], residual)."""
     x = _normed_output(ops, ops.linear(attended, o), attended_norm, multiplier, eps)
     x, residual = _add_norm(ops, x, residual, mlp_norm, eps)
-    x = ops.linear(ops.glu(x, gate_up, gelu), down)
+    x = ops.linear(ops.glu(x, mlp.gate_up, mlp.gelu), mlp.down)
     return _normed_output(ops, x, output_norm, multiplier, eps), residual
 
 

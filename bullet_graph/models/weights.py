@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from bullet_graph.kernels.ops import HeadNorms
+from bullet_graph.kernels.ops import HeadNorms, Linear
 from bullet_graph.models.config import DtypeName, ModelConfig
-from bullet_graph.models.layers import Layer, Linear, Mlp, SelfAttention
+from bullet_graph.models.layers import Layer, Mlp, SelfAttention
 
 _DUMMY_BIAS_STD = 0.02
 

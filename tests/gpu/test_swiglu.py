@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from bullet_graph.kernels.gpu import Gpu
-from bullet_graph.kernels.ops import TorchOps
+from bullet_graph.kernels.ops import Linear, TorchOps
 from bullet_graph.kernels.triton_ops import FUSED_SWIGLU_MIN_ROWS, TritonOps, swiglu_matmul
 from bullet_graph.models.presets import PRESETS
 
@@ -34,7 +34,7 @@ def inputs(
 
 
 def check(out: torch.Tensor, x: torch.Tensor, gate_up: torch.Tensor) -> None:
-    expected = TorchOps().glu(x.float(), gate_up.float())
+    expected = TorchOps().glu(x.float(), Linear(gate_up.float()))
     assert float((out.float() - expected).norm() / expected.norm()) <= ERROR
 
 
@@ -62,12 +62,12 @@ def test_sizes_that_no_tile_divides(rows: int, hidden_size: int, intermediate_si
 def test_rows_decide_what_the_engine_launches() -> None:
     x, gate_up = inputs(FUSED_SWIGLU_MIN_ROWS, 1024, 3072)
     ops = TritonOps(Gpu.of(DEVICE))
-    assert torch.equal(ops.glu(x, gate_up), fused(x, gate_up))
-    two_steps = ops.act_and_mul(ops.linear(x, gate_up))
-    assert torch.equal(TritonOps().glu(x, gate_up), two_steps)
+    assert torch.equal(ops.glu(x, Linear(gate_up)), fused(x, gate_up))
+    two_steps = ops.act_and_mul(ops.linear(x, Linear(gate_up)))
+    assert torch.equal(TritonOps().glu(x, Linear(gate_up)), two_steps)
     fewer = x[:-1]
-    two_steps = ops.act_and_mul(ops.linear(fewer, gate_up))
-    assert torch.equal(ops.glu(fewer, gate_up), two_steps)
+    two_steps = ops.act_and_mul(ops.linear(fewer, Linear(gate_up)))
+    assert torch.equal(ops.glu(fewer, Linear(gate_up)), two_steps)
     check(two_steps, fewer, gate_up)
 
 

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from decoders import VARIANTS, new_decoder
+from torch.utils._pytree import tree_leaves
 
 pytest.importorskip("triton", reason="Triton is published for Linux only")
 
@@ -81,10 +82,10 @@ def test_exported_for_all_rows(decoder: Decoder, fused: TorchOps, max_rows: int)
         program = exported(part)
         assert not program.state_dict, "weights are inputs: all layers have the same parts"
         assert not program.constants
-        given = [value for value in part.arguments if not isinstance(value, torch.Tensor)]
+        given = [value for value in tree_leaves(part.arguments) if not isinstance(value, torch.Tensor)]
         assert all(value is None or isinstance(value, int | float) for value in given)
         run = program.module()
-        return lambda *arguments: run(*(value for value in arguments if isinstance(value, torch.Tensor)))
+        return lambda *arguments: run(*(value for value in tree_leaves(arguments) if isinstance(value, torch.Tensor)))
 
     with torch.inference_mode():
         functions = compiled_functions(decoder, TorchOps(), fused, max_rows, compiler)

@@ -38,7 +38,9 @@ def tensors_of(value: object, name: str = "") -> Tensors:
     if isinstance(value, torch.Tensor):
         return {name: value}
     parts = dict(enumerate(value)) if isinstance(value, tuple) else {}
-    if is_dataclass(value):
+    if hasattr(value, "_asdict"):
+        parts = value._asdict()
+    elif is_dataclass(value):
         parts = {field.name: getattr(value, field.name) for field in fields(value) if field.init}
     return {k: v for key, part in parts.items() for k, v in tensors_of(part, f"{name}.{key}").items()}
 

@@ -8,7 +8,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from bullet_graph.kernels.gpu import Gpu
-from bullet_graph.kernels.ops import TorchOps
+from bullet_graph.kernels.ops import Linear, TorchOps
 from bullet_graph.models.presets import PRESETS
 
 pytest.importorskip("triton", reason="Triton is published for Linux only")
@@ -48,7 +48,7 @@ def test_any_sizes(rows: int, hidden_eighths: int, intermediate_eighths: int, gr
     out = guarded[1:-1]
     # On three SMs, so that each has several tiles.
     assert swiglu_matmul(x, gate_up, out, num_sms=3, tiling={**SMALL, "GROUP_M": group_m}) is out
-    assert relative_error(out, TorchOps().glu(x.float(), gate_up.float())) <= ERROR
+    assert relative_error(out, TorchOps().glu(x.float(), Linear(gate_up.float()))) <= ERROR
     assert guarded[[0, -1]].isnan().all()
 
 
@@ -58,7 +58,7 @@ def test_swiglu_on_both_sides_of_the_threshold(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(triton_ops, "swiglu_matmul", fused)
     for rows in (1, 19, 20, 21):
         x, gate_up = inputs(rows, 128, 136)
-        out, expected = OPS.glu(x, gate_up), TorchOps().glu(x, gate_up)
+        out, expected = OPS.glu(x, Linear(gate_up)), TorchOps().glu(x, Linear(gate_up))
         assert out.shape == expected.shape
         assert out.dtype == expected.dtype
         assert relative_error(out, expected.float()) <= ERROR
@@ -86,11 +86,12 @@ def test_what_does_not_fit_is_not_fused(
     monkeypatch.setattr(triton_ops, "swiglu_matmul", None)
     x, gate_up = (tensor.to(dtype) for tensor in inputs(4, hidden_size, intermediate_size))
     assert not can_fuse(x, gate_up)
-    assert relative_error(OPS.glu(x, gate_up), TorchOps().glu(x.float(), gate_up.float())) <= ERROR
+    assert relative_error(OPS.glu(x, Linear(gate_up)), TorchOps().glu(x.float(), Linear(gate_up.float()))) <= ERROR
 
 
 @pytest.mark.parametrize("gpu", [Gpu(108, (8, 0)), Gpu(148, (10, 0)), None], ids=str)
 def test_only_hopper_as_a_whole_fuses(monkeypatch: pytest.MonkeyPatch, gpu: Gpu | None) -> None:
     monkeypatch.setattr(triton_ops, "FUSED_SWIGLU_MIN_ROWS", 1)
     monkeypatch.setattr(triton_ops, "swiglu_matmul", None)
-    assert TritonOps(gpu).glu(*inputs(4, 64, 64)).shape == (4, 64)
+    x, gate_up = inputs(4, 64, 64)
+    assert TritonOps(gpu).glu(x, Linear(gate_up)).shape == (4, 64)

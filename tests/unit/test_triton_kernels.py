@@ -4,7 +4,7 @@ import pytest
 import torch
 from sampling_rows import settings_row
 
-from bullet_graph.kernels.ops import HeadNorms, RowInputs, TorchOps
+from bullet_graph.kernels.ops import HeadNorms, Linear, RowInputs, TorchOps
 from bullet_graph.kernels.sampler import SamplingState
 from bullet_graph.kernels.sampler import sample as torch_sample
 from bullet_graph.models.presets import PRESETS
@@ -84,11 +84,11 @@ def test_act_and_mul(
 def test_linear_of_one_row(generator: torch.Generator, out_features: int, in_features: int, has_bias: bool) -> None:
     x, weight = normal(generator, 1, in_features), normal(generator, out_features, in_features)
     bias = normal(generator, out_features) if has_bias else None
-    expected = TorchOps.linear(x, weight, bias)
-    torch.testing.assert_close(TritonOps.linear(x, weight, bias), expected, rtol=1e-4, atol=1e-4)
+    expected = TorchOps.linear(x, Linear(weight, bias))
+    torch.testing.assert_close(TritonOps.linear(x, Linear(weight, bias)), expected, rtol=1e-4, atol=1e-4)
     if not has_bias:
         out = torch.full_like(expected, torch.nan)
-        assert TritonOps.linear(x, weight, out=out) is out
+        assert TritonOps.linear(x, Linear(weight), out=out) is out
         torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
 
 
