@@ -164,10 +164,11 @@ class Simulator:
             max_concurrency=arrivals.max_concurrency,
             **observers,
         )
-        result = simulation.replay.result(
-            arrivals, started=started, backend="bullet-graph simulate", model_id=config.model
-        )
-        return ReplayRun(result, counters(simulation.stats) | {"policy": str(policy)})
+        replayed = simulation.replay
+        result = replayed.result(arrivals, started=started, backend="bullet-graph simulate", model_id=config.model)
+        shareable = workload.without(set(replayed.unsent)).shareable_prompt_tokens
+        own = {"policy": str(policy), "shareable_prompt_tokens": shareable}
+        return ReplayRun(result, counters(simulation.stats) | own)
 
     def open_trace(self, path: Path, policy: Policy, *, overwrite: bool) -> DecisionTrace:
         """Open a file for every decision of a run under this policy."""
@@ -203,7 +204,6 @@ class Simulator:
             "gpu": self.gpu,
             "performance": self.times,
             "trace": self.workload.name,
-            "shareable_prompt_tokens": self.workload.shareable_prompt_tokens,
             "slo": str(config.slo),
             "version": __version__,
             "max_model_len": self.max_model_len,

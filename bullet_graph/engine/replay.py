@@ -12,7 +12,7 @@ import itertools
 import math
 import time
 from collections import defaultdict
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -47,10 +47,14 @@ class TimedRequest:
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """The outcome of each request, in the order given; it began at ``start_s`` on the client's clock."""
+    """The outcome of each request, in the order given; it began at ``start_s`` on the client's clock.
+
+    ``unsent`` are indices of later turns that would have arrived after the last conversation had begun.
+    """
 
     served: tuple[ServedRequest, ...]
     start_s: float
+    unsent: tuple[int, ...] = ()
 
     @property
     def duration_s(self) -> float:
@@ -70,6 +74,7 @@ class Replay:
         num_output = sum(request.output_tokens for request in done)
         has_targets = any(request.slo != NO_TARGETS for request in self.served)
         num_good = sum(request.meets_slo for request in self.served)
+        num_planned = len(self.served) + len(self.unsent)
 
         def per_second(count: int) -> float:
             return count / duration_s if count else 0.0
@@ -79,6 +84,7 @@ class Replay:
             backend=backend,
             model_id=model_id,
             num_prompts=len(self.served),
+            num_unsent=len(self.unsent),
             request_rate="trace" if request_rate is None else _finite(request_rate),
             burstiness=None if request_rate is None else _finite(arrivals.burstiness),
             max_concurrency=arrivals.max_concurrency,
@@ -91,10 +97,8 @@ class Replay:
             request_goodput=per_second(num_good) if has_targets else None,
             slo_attainment=sum(r.meets_slo for r in counted) / len(counted) if has_targets else None,
             counted=len(counted),
-            sustained=len(self.served) >= requests_for(rate) if rate else None,
-            queue_growth=QueueGrowth.of(self.served, self.start_s, self.start_s + len(self.served) / rate)
-            if rate
-            else None,
+            sustained=num_planned >= requests_for(rate) if rate else None,
+            queue_growth=QueueGrowth.of(self.served, self.start_s, self.start_s + num_planned / rate) if rate else None,
             output_throughput=per_second(num_output),
             total_token_throughput=per_second(num_input + num_output),
             ttft=summarize_ms(m.ttft_ms for m in metrics),
@@ -154,11 +158,16 @@ def require_forced_length(prompt_tokens: int, params: SamplingParams, max_model_
 
 
 class _Turns:
-    """The requests of a replay whose later turns are complete once the turns before them have ended."""
+    """The requests of a replay whose later turns are complete once the turns before them have ended.
+
+    A run at a rate sends none that would arrive after the last conversation has begun: its load would only fade.
+    """
 
     def __init__(self, requests: Sequence[TimedRequest], start_s: float) -> None:
         self.requests = list(requests)
         self._start_s = start_s
+        last_s = requests[-1].arrival_s if requests else 0.0
+        self._end_s = start_s + last_s if last_s > 0 else math.inf
         self._failed: set[int] = set()
         self._followers = defaultdict[int, list[int]](list)
         for index, request in enumerate(requests):
@@ -174,7 +183,7 @@ class _Turns:
     def end(
         self, index: int, served: ServedRequest, token_ids: Sequence[int], now: float
     ) -> Iterator[tuple[float, int]]:
-        """Note the outcome of a request; yields when each request that follows it arrives, and its index."""
+        """Note the outcome of a request; yields when each request to send after it arrives, and its index."""
         for later in self._followers[index]:
             request = self.requests[later]
             assert request.follows is not None
@@ -184,7 +193,15 @@ class _Turns:
                 now = served.metrics.token_times_s[-1]
             else:
                 self._failed.add(later)
-            yield max(self._start_s + request.arrival_s, now + request.follows.think_s), later
+            arrival_s = max(self._start_s + request.arrival_s, now + request.follows.think_s)
+            if arrival_s <= self._end_s:
+                yield arrival_s, later
+
+    def replay(self, served: Mapping[int, ServedRequest]) -> Replay:
+        """The outcome of all that were sent."""
+        indices = range(len(self.requests))
+        outcomes = tuple(served[index] for index in indices if index in served)
+        return Replay(outcomes, self._start_s, tuple(index for index in indices if index not in served))
 
 
 # ---- an engine that is stepped ----
@@ -283,7 +300,7 @@ def replay(
                 let_in_s = engine.now()
         elif next_s is not None:
             engine.sleep_until(next_s)
-    return Replay(tuple(served[index] for index in range(len(requests))), start_s)
+    return turns.replay(served)
 
 
 # ---- a system that streams ----
@@ -367,7 +384,7 @@ async def replay_async(
         if dead is None or others is not None:
             raise
         raise dead.exceptions[0] from None
-    return Replay(tuple(served[index] for index in range(len(requests))), start_s)
+    return turns.replay(served)
 
 
 async def _serve(

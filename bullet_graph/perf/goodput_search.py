@@ -19,6 +19,9 @@ LEAST_REQUESTS = 300
 WARMUP_S = 10.0
 """Requests that arrive before this time of a sustained run are served but not counted: they meet no queue yet."""
 
+CONVERSATIONS_WARMUP_S = 40.0
+"""The same where prompts are turns of conversations: there are few later turns until users have thought."""
+
 _WIDEST = 16
 """A rate slower than another by this factor is not tried: hardly anything queues there, and it takes long."""
 

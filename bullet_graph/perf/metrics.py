@@ -157,6 +157,7 @@ class ReplayResult:
 
     Attributes:
         date: when the run began, as ``YYYYMMDD-HHMMSS``.
+        num_unsent: later turns of conversations that were left out, since the run ended before they would arrive.
         request_rate: mean arrivals per second; ``inf`` where all came at once, ``trace`` for recorded times.
         burstiness: shape of the gaps between arrivals, ``inf`` where they are equal; None for recorded times.
         max_concurrency: most requests under way at once; None is no limit.
@@ -176,6 +177,7 @@ class ReplayResult:
     backend: str
     model_id: str
     num_prompts: int
+    num_unsent: int
     request_rate: float | str
     burstiness: float | str | None
     max_concurrency: int | None

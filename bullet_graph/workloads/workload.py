@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -72,6 +72,10 @@ class Workload:
             return self.longer(num_requests)
         return Workload(self.name, self.requests[:num_requests])
 
+    def without(self, indices: Collection[int]) -> "Workload":
+        """The requests but these, which were not sent; it is to be counted, not to be served."""
+        return Workload(self.name, tuple(r for index, r in enumerate(self.requests) if index not in indices))
+
     @property
     def shares_prefixes(self) -> bool:
         """Whether prompts begin alike by design."""
@@ -97,7 +101,8 @@ class Arrivals:
     same mean rate, and one seed has the same pattern at every rate.
 
     Of conversations, these are the times of first turns: they arrive at the rate divided by the mean number of turns.
-    A later turn has the time of its first turn here; a replay lets it arrive once the turn before has ended.
+    A later turn has the time of its first turn here; a replay lets it arrive once the turn before has ended, and leaves
+    it out if all conversations have begun by then.
 
     Attributes:
         request_rate: requests per second; infinite lets all arrive at 0, None takes the recorded times.

@@ -174,7 +174,8 @@ def measure(
         )
     _require_some_served(replayed, workload)
     result = replayed.result(arrivals, started=started, backend=client.backend, model_id=client.model_id)
-    fields = {"slo": str(slo), "shareable_prompt_tokens": workload.shareable_prompt_tokens}
+    shareable = workload.without(set(replayed.unsent)).shareable_prompt_tokens
+    fields = {"slo": str(slo), "shareable_prompt_tokens": shareable}
     return ReplayRun(result, {**fields, **own, **_energy_fields(joules, result)})
 
 

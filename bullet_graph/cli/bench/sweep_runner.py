@@ -15,6 +15,7 @@ from pydantic import AfterValidator, BaseModel, PrivateAttr, ValidationError
 from bullet_graph.cli.result_file import check_result_file, command_line, to_json, write_result_file
 from bullet_graph.errors import ConfigError, WorkloadError, first_problem
 from bullet_graph.perf.goodput_search import (
+    CONVERSATIONS_WARMUP_S,
     FASTEST_RATE,
     LEAST_REQUESTS,
     LEAST_SECONDS,
@@ -251,7 +252,8 @@ def at_rate(workload: Workload, arrivals: Arrivals, rate: float, *, smoke: bool)
             f"arrivals, and at least {LEAST_REQUESTS}. Take a longer trace or a synthetic workload without a number of "
             "requests, begin at a lower rate, or add --smoke for a short trial"
         )
-    uncounted_s = WARMUP_S if found >= needed else 0.0
+    warmup_s = CONVERSATIONS_WARMUP_S if any(request.follows for request in workload.requests) else WARMUP_S
+    uncounted_s = warmup_s if found >= needed else 0.0
     return workload, dataclasses.replace(arrivals, request_rate=rate, uncounted_s=uncounted_s)
 
 
