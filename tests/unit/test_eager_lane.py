@@ -31,9 +31,11 @@ CONFIG = replace(PRESETS["tiny"], num_layers=2, num_heads=4, num_kv_heads=2, qk_
 NUM_BLOCKS, BLOCK_TOKENS, MAX_SEQS = 40, 4, 8
 
 
-@pytest.fixture
-def runs(monkeypatch: pytest.MonkeyPatch) -> Runs:
-    """What FlashInfer's modules have run, once they are fakes and the GPU has four SMs."""
+@pytest.fixture(params=["torch"])
+def runs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Runs:
+    """What FlashInfer's modules have run, once they are fakes and the GPU has four SMs; rows run in plain torch."""
+    if request.param == "torch":
+        monkeypatch.setattr(eager_lane, "TritonOps", lambda *_: TorchOps())
     return install(monkeypatch)
 
 
@@ -55,22 +57,27 @@ def check_forward(config: ModelConfig, chunks: list[Chunk], decode: list[int]) -
             torch.testing.assert_close(half, wanted, rtol=1e-4, atol=1e-4)
 
 
+# Each batch with the most rows of fresh prompts that share the launch of the others; None: without Hopper's modules,
+# where all prompts share one however many their rows.
 @pytest.mark.parametrize(
-    ("chunks", "decode", "prefill_runs"),
+    ("chunks", "decode", "prefill_runs", "few_fresh_rows"),
     [
-        ([(0, 9, True), (0, 1, True)], [], [("ragged", 2)]),
-        ([(0, 3, True), (0, 6, True), (0, 5, False)], [4, 11], [("ragged", 3)]),
-        ([(7, 5, True), (0, 6, True), (0, 1, False)], [4], [("paged", 1), ("ragged", 2)]),
-        ([(0, 2, True), (7, 5, True), (0, 4, True)], [], [("paged", 2), ("ragged", 1)]),
-        ([(6, 2, True), (9, 3, False)], [3], [("paged", 2)]),
-        ([(6, 20, True), (0, 2, False)], [3], [("paged", 1), ("ragged", 1)]),
-        ([(6, 3, False), (0, 5, True), (0, 4, False), (0, 7, True)], [3, 0], [("paged", 1), ("ragged", 3)]),
-        ([(0, 4, False)], [], [("ragged", 1)]),
-        ([], [5, 0, 9], []),
+        ([(0, 9, True), (0, 1, True)], [], [("ragged", 2)], 0),
+        ([(0, 3, True), (0, 6, True), (0, 5, False)], [4, 11], [("ragged", 3)], 6),
+        ([(0, 3, True), (0, 6, True), (0, 5, False)], [4, 11], [("paged", 3)], None),
+        ([(7, 5, True), (0, 6, True), (0, 1, False)], [4], [("paged", 1), ("ragged", 2)], 6),
+        ([(0, 2, True), (7, 5, True), (0, 4, True)], [], [("paged", 2), ("ragged", 1)], 0),
+        ([(0, 2, True), (7, 5, True), (0, 4, True)], [], [("paged", 3)], 4),
+        ([(0, 2, True), (7, 5, True), (0, 4, True)], [], [("paged", 3)], None),
+        ([(6, 2, True), (9, 3, False)], [3], [("paged", 2)], 0),
+        ([(6, 20, True), (0, 2, False)], [3], [("paged", 1), ("ragged", 1)], 0),
+        ([(6, 20, True), (0, 2, False)], [3], [("paged", 2)], 6),
+        ([(6, 3, False), (0, 5, True), (0, 4, False), (0, 7, True)], [3, 0], [("paged", 1), ("ragged", 3)], 6),
+        ([(6, 3, False), (0, 5, True), (0, 4, False), (0, 7, True)], [3, 0], [("paged", 4)], None),
+        ([(0, 4, False)], [], [("ragged", 1)], 6),
+        ([], [5, 0, 9], [], 0),
     ],
 )
-# Without Hopper's modules, all prompts share a launch however few their rows.
-@pytest.mark.parametrize(("capability", "few_fresh_rows"), [((9, 0), 0), ((9, 0), 6), ((8, 0), 0)])
 @torch.inference_mode()
 def test_forward_equals_the_reference(
     runs: Runs,
@@ -78,19 +85,14 @@ def test_forward_equals_the_reference(
     chunks: list[tuple[int, int, bool]],
     decode: list[int],
     prefill_runs: list[tuple[str, int]],
-    few_fresh_rows: int,
-    capability: tuple[int, int],
+    few_fresh_rows: int | None,
 ) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
-    monkeypatch.setattr(eager_lane, "FEW_FRESH_ROWS", few_fresh_rows)
+    hopper = few_fresh_rows is not None
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0) if hopper else (8, 0))
+    monkeypatch.setattr(eager_lane, "FEW_FRESH_ROWS", few_fresh_rows or 0)
     check_forward(CONFIG, chunks, decode)
     # All layers but the last; there only the sampled rows attend, by the kernels of decode rows.
-    if capability == (9, 0):
-        if len(prefill_runs) == 2 and sum(tokens for start, tokens, _ in chunks[1:] if not start) <= few_fresh_rows:
-            prefill_runs = [("paged", len(chunks))]
-        assert runs == [("fa3", kind, count) for kind, count in prefill_runs]
-    else:
-        assert runs == ([("fa2", "paged", len(chunks))] if chunks else [])
+    assert runs == [("fa3" if hopper else "fa2", kind, count) for kind, count in prefill_runs]
 
 
 @pytest.mark.parametrize(
@@ -107,6 +109,15 @@ def test_each_layer_attends_to_its_window(
     monkeypatch.setattr(eager_lane, "FEW_FRESH_ROWS", 0)
     chunks = [(9, 8, True), (7, 5, False), (0, 9, True), (0, 1, False)]
     check_forward(replace(CONFIG, layer_windows=layer_windows), chunks, [11, 0, 6])
+
+
+@pytest.mark.parametrize("runs", ["triton"], indirect=True)
+@torch.inference_mode()
+def test_rows_go_through_triton_s_kernels(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    monkeypatch.setattr(eager_lane, "FEW_FRESH_ROWS", 0)
+    check_forward(CONFIG, [(6, 3, False), (0, 4, True)], [3])
+    assert len(runs) == 2
 
 
 @pytest.mark.usefixtures("runs")
