@@ -19,10 +19,12 @@ from bullet_graph.runtime.cpu import CpuExecutor
 
 @pytest.fixture(scope="session", autouse=True)
 def _collect_garbage_quickly() -> Iterator[None]:
-    """Spare the collection at each engine's shutdown the million objects of ``transformers``."""
+    """Spare the collection at each engine's shutdown, and before each replay, the million objects of the imports."""
     gc.collect()
     gc.freeze()
-    yield
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gc, "unfreeze", lambda: None)
+        yield
     gc.unfreeze()
 
 
