@@ -62,7 +62,8 @@ def check_blocks(pool: BlockPool, num_slots: int, sequences: Iterable[Sequence])
     owned = Counter(block for slot in range(num_slots) for block in pool.owned(slot))
     assert all(len(pool.owned(slot)) == len(set(pool.owned(slot))) for slot in slots)
     blocks, keys, cached = range(1, pool.num_usable + 1), pool._keys, pool._cached.keys()
-    assert [pool._num_holders[block] for block in blocks] == [owned[block] for block in blocks]
+    assert all(pool._num_holders[block] == count for block, count in owned.items())
+    assert (sum(pool._num_holders), min(pool._num_holders)) == (owned.total(), 0), "held by nobody"
     assert all(block in keys for block, count in owned.items() if count > 1), "shared while it is written"
     assert sorted([*owned, *pool._free, *cached]) == list(blocks), "lost, or in two places"
     assert len(owned) == pool.num_used
