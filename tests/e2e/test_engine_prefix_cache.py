@@ -196,7 +196,7 @@ def test_the_simulator_finds_what_the_engine_finds() -> None:
 
 def test_bench_simulate_and_explain_tell_hits(tmp_path: Path) -> None:
     decisions = tmp_path / "decisions.jsonl"
-    simulated = ("simulate", "--gpu", "roofline:h200", "--trace", "synthetic:chat", "--num-prompts", "40")
+    simulated = ("simulate", "--gpu", "roofline:h200", "--trace", "synthetic:chat", "--num-prompts", "16")
     chats = ("--request-rate", "20", "--trace-decisions", str(decisions))
     fields = printed(run(*simulated, *chats, "--json"))
     assert 0 < fields["prefix_cache_hits"] < fields["prefix_cache_queries"]
