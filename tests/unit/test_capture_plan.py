@@ -42,7 +42,7 @@ PLAN = CapturePlan(
 
 
 def rising(least: int, most: int) -> st.SearchStrategy[tuple[int, ...]]:
-    sizes = st.sets(st.integers(1, most), min_size=least, max_size=40)
+    sizes = st.sets(st.integers(1, most), min_size=least, max_size=12)
     return sizes.map(lambda found: tuple(sorted(found)))
 
 
