@@ -67,7 +67,7 @@ def test_the_hosts_time_is_told_apart_from_the_devices() -> None:
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("slo", [NO_TARGETS, TIGHT], ids=str)
 def test_every_policy_serves_every_request_to_its_end(policy: str, slo: Slo) -> None:
-    conv = load_workload("azure:conv", num_requests=60)
+    conv = load_workload("azure:conv", num_requests=30)
     arrivals = Arrivals(request_rate=25).times(conv)
     first, again = (
         simulate(MODEL, conv, arrivals, replace(SETTINGS, policy=Policy.parse(policy)), slo=slo) for _ in range(2)
@@ -163,7 +163,7 @@ def test_sizes_that_the_model_does_not_know_are_refused() -> None:
 
 @settings(max_examples=100, deadline=None)
 @given(
-    lengths=st.lists(st.tuples(st.integers(1, 900), st.integers(1, 120)), min_size=1, max_size=12),
+    lengths=st.lists(st.tuples(st.integers(1, 900), st.integers(1, 60)), min_size=1, max_size=12),
     policy=st.sampled_from(POLICIES),
     rate=st.sampled_from([1.0, 30.0, math.inf]),
     seed=st.integers(0, 5),
