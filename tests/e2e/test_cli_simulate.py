@@ -142,8 +142,9 @@ def test_a_sweep_finds_each_policies_goodput_and_draws_it(table: Path, tmp_path:
 
 def test_a_sustained_sweep_ends_where_the_trace_does(tmp_path: Path) -> None:
     output = tmp_path / "sweep.json"
-    options = ("--num-prompts", "300", "--sweep", *TARGETS, "--policy", "mixed", "--first-rate", "2.5")
-    assert "≥ 2.50" in simulate(*options, "--output-json", str(output)).stdout
+    targets = ("--goodput", "ttft:2000", "tpot:15")  # prompts are long, outputs short
+    options = ("--num-prompts", "300", "--sweep", *targets, "--policy", "mixed", "--first-rate", "2.5")
+    assert "≥ 2.50" in simulate(*options, "--output-json", str(output), trace="azure:code").stdout
     found = json.loads(output.read_text())["policies"]["mixed"]
     (only,) = found.pop("results")
     assert found == {
@@ -163,7 +164,7 @@ def test_a_sustained_sweep_ends_where_the_trace_does(tmp_path: Path) -> None:
 def test_a_sweep_that_holds_nowhere_says_so(tmp_path: Path) -> None:
     output = tmp_path / "sweep.json"
     options = ("--goodput", "ttft:0.001", "--sweep", "--smoke", "--policy", "mixed", "--first-rate", "4")
-    result = simulate(*options, "--output-json", str(output))
+    result = simulate(*options, "--output-json", str(output), trace="azure:code")
     assert result.exit_code == 0, result.output
     assert "< 0.41" in result.stdout
     assert json.loads(output.read_text())["policies"]["mixed"]["goodput_90"] is None
