@@ -23,7 +23,7 @@ from bullet_graph.planner.tuning import TUNING
 from bullet_graph.workloads.workload import Arrivals, Times
 
 SECONDS, SLOT_S, WINDOW_S = (1, 2, 4, 6, 8, 12, 16, 32), 0.1, 10.0
-SPEEDS, MARGIN_S = (0.98, 0.97, 0.96, 0.955, 0.95, 0.94, 0.92, 0.9), 0.06
+SPEEDS, MARGIN_S = (0.96, 0.92, 0.91, 0.905), 0.06
 
 
 def best_shares(start_s: Times, work_s: Times, counted: Times, waits_s: Times) -> Times | None:
