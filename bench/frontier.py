@@ -45,7 +45,7 @@ def best_shares(start_s: Times, work_s: Times, counted: Times, waits_s: Times) -
     limits = np.concatenate([np.zeros(3 * kinds * end), np.full(end, SLOT_S), np.ceil([0.01 * (counted.sum() - 1)])])
     gain, sums = np.append(-counted, np.zeros((kinds - 1) * n + 2 * kinds * end)), [0] * (kinds * end) + [1] * n
     found = optimize.linprog(gain, sparse.block_array(below), limits, sparse.block_array(equal), sums)
-    return None if found.x is None else found.x[: kinds * n].reshape(kinds, n)
+    return None if found.status == 2 else found.x[: kinds * n].reshape(kinds, n)
 
 
 @click.command(help=__doc__)
