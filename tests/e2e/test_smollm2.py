@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from bullet_graph import Engine, SamplingParams
 
-LONG, SCORED = 2000, 500
+LONG, SCORED = 2000, 250
 """Tokens of the long prompt, and how many of them the perplexity is of."""
 GREEDY = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
 PROMPTS = (

@@ -30,7 +30,7 @@ from bullet_graph.errors import SamplingParamsError
 from bullet_graph.models.presets import PRESETS
 from bullet_graph.models.tokenizer import Tokenizer
 
-NUM_SCHEMAS = 100
+NUM_SCHEMAS = 60
 MATCHES = re.compile("[a-z]{3}-[0-9]{20,30}(x|yz)")
 CODE = StructuredOutputs(regex=MATCHES.pattern)
 

@@ -65,7 +65,7 @@ def state_of(by: Adjustments, allowed: set[int] | None, **changes: object) -> Sa
     return state
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     by=adjustments,
     allowed=st.none() | st.sets(token_ids, min_size=20),

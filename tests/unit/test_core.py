@@ -109,7 +109,7 @@ def test_every_request_ends_with_its_own_tokens(
     check_chunks(loop)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=70, deadline=None)
 @given(
     requests=requests,
     choices=st.lists(st.integers(0, 59), min_size=1, max_size=40) | st.sampled_from(["split", "auto"]),

@@ -121,7 +121,7 @@ def test_time_to_spare_for_a_capture(found: Load, awaited_s: list[tuple[float, f
 TARGETS = (NO_TARGETS, Slo(ttft_ms=500, tpot_ms=15), Slo(tpot_ms=9), Slo(ttft_ms=30))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(requests=arrivals(TARGETS, max_output=60), policy=st.sampled_from(["serial", "mixed", "split", "auto"]))
 def test_nothing_is_lost_and_no_step_lacks_its_graph(requests: list[Arrival], policy: str) -> None:
     """The simulated device refuses a batch where none is captured that holds it."""

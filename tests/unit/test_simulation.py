@@ -161,7 +161,7 @@ def test_sizes_that_the_model_does_not_know_are_refused() -> None:
         SimulatedEngine(MODEL, replace(SETTINGS, policy=Policy.parse("split:48"), decode_sms=(32,)))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     lengths=st.lists(st.tuples(st.integers(1, 900), st.integers(1, 60)), min_size=1, max_size=12),
     policy=st.sampled_from(POLICIES),
