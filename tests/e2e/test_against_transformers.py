@@ -56,8 +56,16 @@ def test_greedy_tokens_and_logprobs_equal(oracle: Oracle, policy: str, chunk: in
 
 
 @short_slices
-@pytest.mark.parametrize("chunk", [7, 64, 8192])
-@pytest.mark.parametrize("slo", [NO_TARGETS, Slo(ttft_ms=1e6, tpot_ms=50), Slo(ttft_ms=1e-3, tpot_ms=1e-3)], ids=str)
+@pytest.mark.parametrize(
+    ("chunk", "slo"),
+    [
+        (7, Slo(ttft_ms=1e6, tpot_ms=50)),
+        (64, NO_TARGETS),
+        (64, Slo(ttft_ms=1e-3, tpot_ms=1e-3)),
+        (8192, Slo(ttft_ms=1e6, tpot_ms=50)),
+    ],
+    ids=str,
+)
 def test_greedy_tokens_and_logprobs_equal_under_a_planner(oracle: Oracle, chunk: int, slo: Slo) -> None:
     check(oracle, policy="auto", max_num_batched_tokens=chunk, max_num_seqs=6, slo=slo, perf_table="roofline")
 

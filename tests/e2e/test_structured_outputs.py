@@ -174,13 +174,20 @@ def test_an_output_that_cannot_go_on_ends_with_an_error(tiny: Engine) -> None:
 # ---- among others, in every policy ----
 
 
+@pytest.fixture(scope="module")
+def alone(model: Model) -> list[RequestOutput]:
+    """Outputs of a grammar, each prompt by itself."""
+    with make_engine(model.folder) as engine:
+        return [engine.generate([p], _code(i), use_tqdm=False)[0] for i, p in enumerate(PROMPTS)]
+
+
 @at_any_depth
 @short_slices
 @pytest.mark.parametrize("policy", ["serial", "mixed:16", "auto"])
-def test_structured_outputs_among_others(model: Model, expected: list[tuple[int, ...]], policy: str) -> None:
+def test_structured_outputs_among_others(
+    model: Model, expected: list[tuple[int, ...]], alone: list[RequestOutput], policy: str
+) -> None:
     """Tokens do not depend on what else runs, on the policy, or on steps in flight; free outputs are as before."""
-    with make_engine(model.folder) as engine:
-        alone = [engine.generate([p], _code(i), use_tqdm=False)[0] for i, p in enumerate(PROMPTS)]
     with make(model, policy) as engine:
         outputs: dict[str, RequestOutput] = {}
         for i, prompt in enumerate(PROMPTS):
