@@ -41,6 +41,21 @@ class HeadNorms(NamedTuple):
     eps: float
 
 
+class Experts(NamedTuple):
+    """The routed experts of a layer (Shazeer et al. 2017): each row goes to ``top_k`` of them, by the router.
+
+    ``router`` gives num_experts columns. Weights of all experts are stacked: ``gate_up`` [num_experts, 2 *
+    intermediate_size, hidden_size], gate's rows first, ``down`` [num_experts, hidden_size, intermediate_size]. An
+    expert's output counts by its softmax over all experts; with ``renormalize``, those of a row's experts add up to 1.
+    """
+
+    router: Linear
+    gate_up: Linear
+    down: Linear
+    top_k: int
+    renormalize: bool
+
+
 class TorchOps:
     """The reference; Triton's operations derive from it."""
 
@@ -83,6 +98,20 @@ class TorchOps:
         """
         return self.act_and_mul(self.linear(x, gate_up), gelu)
 
+    def experts(self, x: Tensor, experts: Experts) -> Tensor:
+        """Add up the outputs of each row's experts, times their weights: [rows, hidden_size] to the same.
+
+        Outputs are added in float32, from the highest weight to the lowest, and rounded once. The loop reads on the
+        host which experts are chosen: neither a compiler nor a capture can take it.
+        """
+        weights, chosen = route(self.linear(x, experts.router), experts.top_k, renormalize=experts.renormalize)
+        outputs = x.new_empty(*chosen.shape, x.shape[1])
+        for expert in chosen.unique().tolist():
+            at = torch.where(chosen == expert)
+            product = x[at[0]] @ experts.gate_up.weight[expert].t()
+            outputs[at] = TorchOps.act_and_mul(product) @ experts.down.weight[expert].t()
+        return (outputs.float() * weights[..., None]).sum(1).to(x.dtype)
+
     @staticmethod
     def rope_and_cache(
         qkv: Tensor, inputs: RowInputs, cache: KeysValues, norms: HeadNorms | None, out: Tensor | None = None
@@ -106,6 +135,12 @@ class TorchOps:
         values.flatten(0, 1)[inputs.kv_slots] = v
         rotated = _rotate(q, cos, sin)
         return rotated if out is None else out.copy_(rotated)
+
+
+def route(logits: Tensor, top_k: int, *, renormalize: bool) -> tuple[Tensor, Tensor]:
+    """Choose experts by the softmax over all, in float32: their weights and indices, [rows, top_k], highest first."""
+    weights, chosen = torch.softmax(logits, dim=-1, dtype=torch.float32).topk(top_k, dim=-1)
+    return (weights / weights.sum(-1, keepdim=True) if renormalize else weights), chosen
 
 
 def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

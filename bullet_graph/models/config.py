@@ -7,7 +7,7 @@ from typing import Literal
 from bullet_graph.errors import UnsupportedModelError
 from bullet_graph.models.json_files import JsonObject, read_json_object
 from bullet_graph.models.rope import Rope, read_rope
-from bullet_graph.perf.roofline import DecoderShape, decode_weight_bytes
+from bullet_graph.perf.roofline import DecoderShape, num_weights
 
 DtypeName = Literal["bfloat16", "float16", "float32"]
 
@@ -20,13 +20,14 @@ _REFUSED = dict.fromkeys(
 ) | dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping"), "soft caps are not implemented")
 """Keys that must be absent, and why."""
 _MAX_EOS_IDS = 1024
-_MAX_VOCAB, _MAX_LAYERS, _MAX_HEADS, _MAX_HEAD_DIM, _MAX_WIDTH = 2**24, 2**10, 2**12, 2**12, 2**20
+_MAX_VOCAB, _MAX_LAYERS, _MAX_HEADS, _MAX_HEAD_DIM, MAX_WIDTH = 2**24, 2**10, 2**12, 2**12, 2**20
+_MAX_EXPERTS = 2**10
 """Several times the largest published models': above, a file is broken or made to exhaust this machine."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig(DecoderShape):
-    """Shape and constants of a dense decoder, of any family; ``dtype`` is the checkpoint's own.
+    """Shape and constants of a decoder, of any family; ``dtype`` is the checkpoint's own.
 
     Attributes:
         architecture: the Hugging Face class name.
@@ -43,6 +44,9 @@ class ModelConfig(DecoderShape):
         residual_multiplier: multiplies what a sub-layer adds to the residual.
         logits_divisor: divides logits.
         fused_projections: the checkpoint has q, k and v in one tensor, gate and up in another.
+        renormalize_experts: the weights of a row's experts add up to 1.
+        router_bias: the router has a bias, as dummy weights with a router skew have it.
+        mixtral_names: the checkpoint names experts as Mixtral's do.
     """
 
     architecture: str
@@ -62,6 +66,9 @@ class ModelConfig(DecoderShape):
     logits_divisor: float = 1.0
     tie_word_embeddings: bool = False
     fused_projections: bool = False
+    renormalize_experts: bool = False
+    router_bias: bool = False
+    mixtral_names: bool = False
     dtype: DtypeName
     eos_token_ids: tuple[int, ...]
 
@@ -86,8 +93,9 @@ class ModelConfig(DecoderShape):
         more_norms = 2 * self.hidden_size if self.norms == "both" else 0
         if self.qk_norm:
             more_norms += sum(self.qk_norm_sizes) - 2 * self.head_dim
-        least = decode_weight_bytes(self, batch_size=embedding_rows, dtype_bytes=1)
-        return least + self.num_layers * more_norms
+        more_norms += self.num_experts if self.router_bias else 0
+        least = num_weights(self, embedding_rows=embedding_rows, experts=self.num_experts)
+        return round(least) + self.num_layers * more_norms
 
 
 def with_padded_heads(config: ModelConfig, head_dims: tuple[int, ...]) -> ModelConfig:
@@ -123,7 +131,7 @@ def read_dense_config(
     _refuse_unsupported_features(config, may_slide=slides is not None)
     if config.get(activation_key) not in (None, "silu", _GELU):
         config.fail(activation_key, f"silu or {_GELU}: no other is implemented", UnsupportedModelError)
-    hidden_size = config.read("hidden_size", int, at_most=_MAX_WIDTH)
+    hidden_size = config.read("hidden_size", int, at_most=MAX_WIDTH)
     num_heads = config.read("num_attention_heads", int, at_most=_MAX_HEADS)
     num_kv_heads = config.read("num_key_value_heads", int, default=num_heads)
     if num_heads % num_kv_heads:
@@ -136,7 +144,7 @@ def read_dense_config(
         architecture=config.get("architectures")[0],
         vocab_size=vocab_size,
         hidden_size=hidden_size,
-        intermediate_size=config.read("intermediate_size", int, at_most=_MAX_WIDTH),
+        intermediate_size=config.read("intermediate_size", int, at_most=MAX_WIDTH),
         num_layers=num_layers,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
@@ -151,6 +159,36 @@ def read_dense_config(
         fused_projections=fused_projections,
         dtype=_dtype(config),
         eos_token_ids=_eos_token_ids(config, vocab_size),
+    )
+
+
+def with_experts(
+    model: ModelConfig, config: JsonObject, *, expert_size: int, renormalize: bool, shared_size: int = 0
+) -> ModelConfig:
+    """The same model with experts instead of MLPs in all layers; raises as ``presets.load_model_config``.
+
+    ``expert_size`` and ``shared_size`` are the intermediate sizes of a routed expert and of the shared one.
+    """
+    if config.get("mlp_only_layers"):
+        config.fail(
+            "mlp_only_layers", "empty: layers without experts among others are not implemented", UnsupportedModelError
+        )
+    if config.read("decoder_sparse_step", int, default=1) != 1:
+        config.fail(
+            "decoder_sparse_step", "1: layers without experts among others are not implemented", UnsupportedModelError
+        )
+    if model.gelu:
+        config.fail("hidden_act", "silu in a model of experts", UnsupportedModelError)
+    # transformers 5 writes the second for Qwen3.
+    key = "num_local_experts" if config.get("num_experts") is None else "num_experts"
+    num_experts = config.read(key, int, at_most=_MAX_EXPERTS)
+    return replace(
+        model,
+        num_experts=num_experts,
+        experts_per_token=config.read("num_experts_per_tok", int, at_most=num_experts),
+        expert_intermediate_size=expert_size,
+        shared_expert_intermediate_size=shared_size,
+        renormalize_experts=renormalize,
     )
 
 

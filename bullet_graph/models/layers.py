@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from bullet_graph.kernels.ops import HeadNorms, Linear, TorchOps
+from bullet_graph.kernels.ops import Experts, HeadNorms, Linear, TorchOps
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +34,16 @@ class Mlp(NamedTuple):
     gelu: bool = False
 
 
+class Mixture(NamedTuple):
+    """Routed experts, and one that all rows go to: ``shared``, times the sigmoid of the one column of its gate."""
+
+    experts: Experts
+    shared: Mlp | None = None
+    shared_gate: Linear | None = None
+
+
 _InputWeights = tuple[Tensor | None, Linear, HeadNorms | None]
-_OutputWeights = tuple[Linear, Tensor | None, Tensor | None, Mlp, Tensor | None, float]
+_OutputWeights = tuple[Linear, Tensor | None, Tensor | None, Mlp | Mixture, Tensor | None, float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +59,7 @@ class Layer:
     attention: SelfAttention
     attended_norm: Tensor | None
     mlp_norm: Tensor | None
-    mlp: Mlp
+    mlp: Mlp | Mixture
     output_norm: Tensor | None
     residual_multiplier: float = 1.0
     input_weights: _InputWeights = field(init=False, repr=False)
@@ -99,7 +107,7 @@ def attention_output(
     o: Linear,
     attended_norm: Tensor | None,
     mlp_norm: Tensor | None,
-    mlp: Mlp,
+    mlp: Mlp | Mixture,
     output_norm: Tensor | None,
     multiplier: float,
     eps: float,
@@ -107,8 +115,16 @@ def attention_output(
     """Project, norm, MLP, after attention; returns (x [rows, hidden_size], residual)."""
     x = _normed_output(ops, ops.linear(attended, o), attended_norm, multiplier, eps)
     x, residual = _add_norm(ops, x, residual, mlp_norm, eps)
-    x = ops.linear(ops.glu(x, mlp.gate_up, mlp.gelu), mlp.down)
+    x = ops.linear(ops.glu(x, mlp.gate_up, mlp.gelu), mlp.down) if isinstance(mlp, Mlp) else _mixture(ops, x, mlp)
     return _normed_output(ops, x, output_norm, multiplier, eps), residual
+
+
+def _mixture(ops: TorchOps, x: Tensor, mixture: Mixture) -> Tensor:
+    out = ops.experts(x, mixture.experts)
+    if mixture.shared is None or mixture.shared_gate is None:
+        return out
+    shared = ops.linear(ops.glu(x, mixture.shared.gate_up), mixture.shared.down)
+    return out + torch.sigmoid(ops.linear(x, mixture.shared_gate)) * shared
 
 
 def _add_norm(

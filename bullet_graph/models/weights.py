@@ -7,11 +7,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from bullet_graph.kernels.ops import HeadNorms, Linear
+from bullet_graph.kernels.ops import Experts, HeadNorms, Linear
 from bullet_graph.models.config import DtypeName, ModelConfig
-from bullet_graph.models.layers import Layer, Mlp, SelfAttention
+from bullet_graph.models.layers import Layer, Mixture, Mlp, SelfAttention
 
 _DUMMY_BIAS_STD = 0.02
+_GLU_NAMES = ("gate_proj", "up_proj", "down_proj")
+_MIXTRAL_NAMES = ("w1", "w3", "w2")
 
 
 def torch_dtype(name: DtypeName) -> torch.dtype:
@@ -80,6 +82,21 @@ def zero_weights(config: ModelConfig, *, dtype: torch.dtype, device: torch.devic
             rope=config.rope_index(layer),
         )
 
+    def mlp(size: int) -> Mlp:
+        gate_up, down = zeros(2 * size, config.hidden_size), zeros(config.hidden_size, size)
+        return Mlp(Linear(gate_up), Linear(down), gelu=config.gelu)
+
+    def mixture() -> Mixture:
+        count, size, shared = config.num_experts, config.expert_intermediate_size, config.dense_mlp_size
+        experts = Experts(
+            router=Linear(zeros(count, config.hidden_size), zeros(count) if config.router_bias else None),
+            gate_up=Linear(zeros(count, 2 * size, config.hidden_size)),
+            down=Linear(zeros(count, config.hidden_size, size)),
+            top_k=config.experts_per_token,
+            renormalize=config.renormalize_experts,
+        )
+        return Mixture(experts, mlp(shared), Linear(zeros(1, config.hidden_size))) if shared else Mixture(experts)
+
     qkv_size = config.q_size + 2 * config.kv_size
     embed = zeros(config.vocab_size, config.hidden_size)
     before, after = config.norms != "after", config.norms != "before"
@@ -89,11 +106,7 @@ def zero_weights(config: ModelConfig, *, dtype: torch.dtype, device: torch.devic
             attention=attention(index),
             attended_norm=norm(config.hidden_size) if after else None,
             mlp_norm=norm(config.hidden_size) if before else None,
-            mlp=Mlp(
-                gate_up=Linear(zeros(2 * config.intermediate_size, config.hidden_size)),
-                down=Linear(zeros(config.hidden_size, config.intermediate_size)),
-                gelu=config.gelu,
-            ),
+            mlp=mixture() if config.num_experts else mlp(config.intermediate_size),
             output_norm=norm(config.hidden_size) if after else None,
             residual_multiplier=config.residual_multiplier,
         )
@@ -113,7 +126,7 @@ def checkpoint_views(config: ModelConfig, weights: ModelWeights) -> Iterator[tup
     yield "model.embed_tokens.weight", weights.embed
     for index, layer in enumerate(weights.layers):
         prefix = f"model.layers.{index}"
-        attention, mlp = layer.attention, layer.mlp
+        attention = layer.attention
         for name, norm in _norm_views(layer):
             if norm is not None:
                 yield f"{prefix}.{name}.weight", norm
@@ -124,15 +137,35 @@ def checkpoint_views(config: ModelConfig, weights: ModelWeights) -> Iterator[tup
                 for name, view in zip("qkv", torch.split(fused, qkv_sizes), strict=True):
                     yield f"{prefix}.self_attn.{name}_proj.{kind}", view
         yield f"{prefix}.self_attn.o_proj.weight", attention.o.weight
-        if config.fused_projections:
-            yield f"{prefix}.mlp.gate_up_proj.weight", mlp.gate_up.weight
-        else:
-            for name, view in zip(("gate", "up"), mlp.gate_up.weight.chunk(2), strict=True):
-                yield f"{prefix}.mlp.{name}_proj.weight", view
-        yield f"{prefix}.mlp.down_proj.weight", mlp.down.weight
+        yield from ((f"{prefix}.{name}", view) for name, view in _mlp_views(config, layer.mlp))
     yield "model.norm.weight", weights.final_norm
     if weights.lm_head is not weights.embed:
         yield "lm_head.weight", weights.lm_head
+
+
+def _mlp_views(config: ModelConfig, mlp: Mlp | Mixture) -> Iterator[tuple[str, Tensor]]:
+    if isinstance(mlp, Mlp):
+        if config.fused_projections:
+            yield from (("mlp.gate_up_proj.weight", mlp.gate_up.weight), ("mlp.down_proj.weight", mlp.down.weight))
+        else:
+            yield from _glu_views("mlp", _GLU_NAMES, mlp.gate_up.weight, mlp.down.weight)
+        return
+    prefix = "block_sparse_moe" if config.mixtral_names else "mlp"
+    names = _MIXTRAL_NAMES if config.mixtral_names else _GLU_NAMES
+    router = mlp.experts.router
+    yield f"{prefix}.gate.weight", router.weight
+    if router.bias is not None:
+        yield f"{prefix}.gate.bias", router.bias
+    for index, weights in enumerate(zip(mlp.experts.gate_up.weight, mlp.experts.down.weight, strict=True)):
+        yield from _glu_views(f"{prefix}.experts.{index}", names, *weights)
+    if mlp.shared is not None and mlp.shared_gate is not None:
+        yield from _glu_views("mlp.shared_expert", names, mlp.shared.gate_up.weight, mlp.shared.down.weight)
+        yield "mlp.shared_expert_gate.weight", mlp.shared_gate.weight
+
+
+def _glu_views(prefix: str, names: tuple[str, str, str], gate_up: Tensor, down: Tensor) -> Iterator[tuple[str, Tensor]]:
+    for name, view in zip(names, (*gate_up.chunk(2), down), strict=True):
+        yield f"{prefix}.{name}.weight", view
 
 
 def _norm_views(layer: Layer) -> Iterator[tuple[str, Tensor | None]]:

@@ -133,9 +133,13 @@ class PerfTable:
     complete: bool = True
 
 
+_NAMES = tuple(each.name for each in fields(DecoderShape))
+
+
 def shape_numbers(shape: DecoderShape) -> dict[str, int]:
-    """The numbers of a model that decide its times; flags are 0 or 1. Windows count only where there are any."""
-    numbers = {f.name: int(getattr(shape, f.name)) for f in fields(DecoderShape) if f.name != "layer_windows"}
+    """The numbers of a model that decide its times; flags are 0 or 1. Windows and experts count where there are any."""
+    left_out = {"layer_windows"} | ({name for name in _NAMES if "expert" in name} if not shape.num_experts else set())
+    numbers = {name: int(getattr(shape, name)) for name in _NAMES if name not in left_out}
     windows = Counter(window for window in shape.layer_windows if window is not None)
     return numbers | {f"layers_of_window_{window}": count for window, count in sorted(windows.items())}
 

@@ -161,7 +161,7 @@ def _activation_bytes(config: EngineConfig, model: ModelConfig, dtype_bytes: int
     """Peak of a layer's intermediate results for the widest forward on each lane, and of the logits."""
     num_lanes = 2 if config.policy.uses_prefill_lane else 1
     rows = num_lanes * config.chunk_tokens + config.max_num_seqs
-    per_row = 4 * model.hidden_size + 2 * (model.q_size + 2 * model.kv_size) + 3 * model.intermediate_size
+    per_row = 4 * model.hidden_size + 2 * (model.q_size + 2 * model.kv_size) + model.mlp_result_size
     # Logits in the weights' dtype, and twice in float32 where log-probabilities are asked for; a mark for every token.
     marks = 4 * config.max_num_seqs * model.vocab_size
     logits = max(config.max_num_seqs, SCORED_ROWS) * model.vocab_size * (dtype_bytes + 2 * 4) + marks

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from checkpoints import MORE_FAMILIES, Family, write_checkpoint
+from checkpoints import EXPERT_FAMILIES, MORE_FAMILIES, Family, write_checkpoint
 from engines import Model, make_engine
 
 from bullet_graph import SamplingParams
@@ -39,11 +39,11 @@ ROPES: dict[str, tuple[Family, dict[str, Any]]] = {
 }
 
 
-def check(model: Model, lengths: tuple[int, ...] = LENGTHS, **settings: Any) -> None:
+def check(model: Model, lengths: tuple[int, ...] = LENGTHS, policy: str = "mixed:7", **settings: Any) -> None:
     """Greedy tokens and their log-probabilities, held against one forward over what was generated."""
     rng = np.random.default_rng(5)
     prompts = [rng.integers(0, model.network.config.vocab_size, size=n).tolist() for n in lengths]
-    with make_engine(model.folder, policy="mixed:7", **settings) as engine:
+    with make_engine(model.folder, policy=policy, **settings) as engine:
         outputs = engine.generate(prompts, GREEDY, use_tqdm=False)
     for prompt, output in zip(prompts, outputs, strict=True):
         tokens = output.outputs[0].token_ids
@@ -56,6 +56,13 @@ def check(model: Model, lengths: tuple[int, ...] = LENGTHS, **settings: Any) -> 
 @pytest.mark.parametrize("family", MORE_FAMILIES)
 def test_tokens_and_logprobs_equal(family: Family, tmp_path: Path) -> None:
     check(Model(tmp_path, write_checkpoint(tmp_path, family, num_layers=3, seed=1, tokenizer=False)))
+
+
+@pytest.mark.parametrize("family", EXPERT_FAMILIES)
+def test_experts_under_every_policy(family: Family, tmp_path: Path) -> None:
+    model = Model(tmp_path, write_checkpoint(tmp_path, family, num_layers=3, seed=1, tokenizer=False))
+    for policy in ("mixed:7", "mixed:64", "serial:1", "serial", "auto"):
+        check(model, policy=policy, perf_table="roofline")
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "granite", "phi3", "smollm3"])

@@ -9,7 +9,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from checkpoints import FAMILIES, MORE_FAMILIES, Family, write_checkpoint
+from checkpoints import EXPERT_FAMILIES, FAMILIES, MORE_FAMILIES, Family, write_checkpoint
 from decoders import dummy_weights
 from safetensors.torch import load_file, save_file
 
@@ -110,9 +110,31 @@ def test_shapes_are_those_of_transformers(tmp_path: Path, family: Family, tie: b
     assert config.num_parameters == sum(parameter.numel() for parameter in model.parameters())
 
 
+@pytest.mark.parametrize("family", EXPERT_FAMILIES)
+@pytest.mark.parametrize("shards", [1, 3])
+def test_stacked_experts_equal_those_of_transformers(tmp_path: Path, family: Family, shards: int) -> None:
+    model = write_checkpoint(tmp_path, family, shards=shards, tokenizer=False)
+    config, state = load_model_config(tmp_path), model.state_dict()
+    stored = {name: tensor for file in tmp_path.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    # As published: one tensor for each matrix of each expert.
+    assert weight_shapes(config) == {name: tuple(tensor.shape) for name, tensor in stored.items()}
+    assert config.num_parameters == sum(parameter.numel() for parameter in model.parameters())
+    for index, layer in enumerate(load(tmp_path).layers):
+        mlp = {name.partition(".mlp.")[2]: tensor for name, tensor in state.items() if f".{index}.mlp." in name}
+        expected = [mlp["gate.weight"], mlp["experts.gate_up_proj"], mlp["experts.down_proj"]]
+        if "shared_expert_gate.weight" in mlp:
+            shared = [mlp[f"shared_expert.{name}_proj.weight"] for name in ("gate", "up", "down")]
+            expected += [torch.cat(shared[:2]), shared[2], mlp["shared_expert_gate.weight"]]
+        found = tensors_of(layer.mlp).values()
+        assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
+        ("qwen3-30b-a3b", 30_532_122_624),
+        ("qwen3-235b-a22b", 235_093_634_560),
+        ("mixtral-8x7b", 46_702_792_704),
         ("llama-3.2-1b", 1_235_814_400),
         ("llama-3.1-8b", 8_030_261_248),
         ("qwen3-0.6b", 596_049_920),

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import LlamaConfig, Qwen3Config
+from transformers import LlamaConfig, MixtralConfig, Qwen3Config, Qwen3MoeConfig
 
 from bullet_graph.errors import ConfigError, ModelError, UnsupportedModelError
 from bullet_graph.models.presets import PRESETS, FoundModel, load_model_config, resolve_model
@@ -180,7 +180,7 @@ WRONG: dict[str, tuple[Any, ...]] = {
 REFUSED: list[tuple[dict[str, Any], str, Any, type[ModelError]]] = [
     *((LLAMA, key, value, ModelError) for key, values in WRONG.items() for value in values),
     (LLAMA, "architectures", ["GPT2LMHeadModel"], UnsupportedModelError),
-    (LLAMA, "architectures", ["Qwen3MoeForCausalLM"], UnsupportedModelError),
+    (LLAMA, "architectures", ["DeepseekV3ForCausalLM"], UnsupportedModelError),
     (LLAMA, "hidden_act", "gelu", UnsupportedModelError),
     *((LLAMA, f"{kind}_logit_softcapping", 30.0, UnsupportedModelError) for kind in ("attn", "final")),
     (LLAMA, "use_bidirectional_attention", True, UnsupportedModelError),
@@ -300,7 +300,14 @@ def test_presets_are_configs_transformers_accepts(tmp_path: Path, name: str) -> 
         *("rms_norm_eps", "tie_word_embeddings", "dtype"),
     )
     classes = {"LlamaForCausalLM": LlamaConfig, "Qwen3ForCausalLM": Qwen3Config}
+    classes |= {"Qwen3MoeForCausalLM": Qwen3MoeConfig, "MixtralForCausalLM": MixtralConfig}
+    experts: dict[str, Any] = {}
+    if preset.num_experts:
+        experts = {"num_local_experts": preset.num_experts, "num_experts_per_tok": preset.experts_per_token}
+        if preset.architecture == "Qwen3MoeForCausalLM":
+            experts |= {"moe_intermediate_size": preset.expert_intermediate_size, "norm_topk_prob": True}
     classes[preset.architecture](
+        **experts,
         **{key: getattr(preset, key) for key in shared},
         num_hidden_layers=preset.num_layers,
         num_attention_heads=preset.num_heads,

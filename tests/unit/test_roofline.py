@@ -102,23 +102,22 @@ def test_num_waves_by_hand(rows: int, columns: int, sms: int, waves: int) -> Non
 
 @pytest.mark.parametrize("sms", [16, 80, 96, 104, 128])
 def test_16_rows_an_sm_fill_every_wave_of_llama_8b(sms: int) -> None:
-    assert wave_efficiency(16 * sms, sms, layer_matrices(LLAMA_8B)) == 1
+    assert wave_efficiency(16 * sms, sms, LLAMA_8B) == 1
     assert Roofline(H200, LLAMA_8B).wave_chunk_tokens(16 * sms + 60, sms) == 16 * sms
     # Of equally good chunks the largest is taken.
     assert Roofline(H200, LLAMA_8B).wave_chunk_tokens(48 * sms, sms) == 48 * sms
     # One row more opens another row of tiles, and so a wave that is nearly empty.
-    assert wave_efficiency(16 * sms + 1, sms, layer_matrices(LLAMA_8B)) < 1
+    assert wave_efficiency(16 * sms + 1, sms, LLAMA_8B) < 1
 
 
 @given(st.integers(64, 4096), st.integers(1, 132), st.sampled_from([LLAMA_8B, SMALL]))
 def test_no_other_chunk_has_a_higher_rate(max_tokens: int, sms: int, shape: ModelConfig) -> None:
     best = Roofline(H200, shape).wave_chunk_tokens(max_tokens, sms)
-    matrices = layer_matrices(shape)
     assert best <= max_tokens
     assert best % 64 == 0
-    assert 0 < wave_efficiency(best, sms, matrices) <= 1
+    assert 0 < wave_efficiency(best, sms, shape) <= 1
     assert all(
-        wave_efficiency(tokens, sms, matrices) <= wave_efficiency(best, sms, matrices)
+        wave_efficiency(tokens, sms, shape) <= wave_efficiency(best, sms, shape)
         for tokens in range(64, max_tokens + 1, 64)
     )
 
