@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from bullet_graph.kernels.ops import TorchOps
+from bullet_graph.kernels.ops import Experts, Linear, TorchOps
 from bullet_graph.models.decoder import Decoder
 from bullet_graph.models.layers import LayerFunctions, attention_input, attention_output
 
@@ -197,13 +197,18 @@ def compiled_functions(
     return LayerFunctions(between, compiler(first), compiler(second))
 
 
-# ---- the norm inside compiled parts ----
+# ---- the norm and the experts inside compiled parts ----
 
-# An operator that Inductor calls without looking into it, so that its kernel is launched as everywhere else. A
-# compiled part finds it by name. Not torch.library.custom_op: calling what that makes imports Dynamo.
+# Operators that Inductor calls without looking into them, so that their kernels are launched as everywhere else. A
+# compiled part finds them by name. Not torch.library.custom_op: calling what that makes imports Dynamo.
 _LIBRARY = torch.library.Library("bullet_graph", "FRAGMENT")
 _LIBRARY.define(
     "add_rms_norm(Tensor x, Tensor residual, Tensor weight, float eps) -> (Tensor, Tensor)",
+    tags=torch.Tag.pt2_compliant_tag,
+)
+_LIBRARY.define(
+    "experts(Tensor x, Tensor router, Tensor? router_bias, Tensor gate_up, Tensor down, int top_k, bool renormalize) "
+    "-> Tensor",
     tags=torch.Tag.pt2_compliant_tag,
 )
 
@@ -222,8 +227,38 @@ _LIBRARY.impl("add_rms_norm", _add_rms_norm, "CompositeExplicitAutograd")
 torch.library.register_fake("bullet_graph::add_rms_norm", _add_rms_norm_shapes, lib=_LIBRARY)
 
 
-class TritonNormOps(TorchOps):
-    """Operations of compiled parts on a GPU: plain torch, which Inductor fuses, and the Triton kernel of the norm.
+def _experts(
+    x: Tensor, router: Tensor, bias: Tensor | None, gate_up: Tensor, down: Tensor, top_k: int, renormalize: bool
+) -> Tensor:
+    ops = TorchOps()
+    if x.is_cuda:
+        from bullet_graph.kernels.triton_ops import TritonOps  # noqa: PLC0415 - published for Linux only
+
+        ops = TritonOps()
+    return ops.experts(x, Experts(Linear(router, bias), Linear(gate_up), Linear(down), top_k, renormalize))
+
+
+def _experts_shape(x: Tensor, *_: object) -> Tensor:
+    return torch.empty_like(x)
+
+
+_LIBRARY.impl("experts", _experts, "CompositeExplicitAutograd")
+torch.library.register_fake("bullet_graph::experts", _experts_shape, lib=_LIBRARY)
+
+
+class CompiledOps(TorchOps):
+    """Operations of compiled parts: plain torch, which Inductor fuses, but for the experts."""
+
+    def experts(self, x: Tensor, experts: Experts) -> Tensor:
+        router, gate_up, down, top_k, renormalize = experts
+        out: Tensor = torch.ops.bullet_graph.experts(
+            x, router.weight, router.bias, gate_up.weight, down.weight, top_k, renormalize
+        )
+        return out
+
+
+class TritonNormOps(CompiledOps):
+    """Operations of compiled parts on a GPU, with the Triton kernel of the norm.
 
     That kernel reads a row once, Inductor's reads it twice (bench/results/h200/decode_step.json).
     """

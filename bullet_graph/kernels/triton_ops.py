@@ -9,8 +9,9 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from bullet_graph.kernels import triton_kernels
 from bullet_graph.kernels.gpu import Gpu
-from bullet_graph.kernels.ops import HeadNorms, KeysValues, Linear, RowInputs, TorchOps
+from bullet_graph.kernels.ops import Experts, HeadNorms, KeysValues, Linear, RowInputs, TorchOps
 from bullet_graph.kernels.sampler import SamplingState
+from bullet_graph.kernels.triton_moe import experts_output
 
 _HEADS_BLOCK = 16
 _VOCAB_BLOCK = 4096
@@ -109,6 +110,9 @@ class TritonOps(TorchOps):
         if fused and can_fuse(x, gate_up.weight):
             return swiglu_matmul(x, gate_up.weight, num_sms=self._fused_swiglu_sms)
         return self.act_and_mul(self.linear(x, gate_up), gelu)
+
+    def experts(self, x: Tensor, experts: Experts) -> Tensor:
+        return experts_output(x, self.linear(x, experts.router), experts)
 
     @staticmethod
     def rope_and_cache(

@@ -234,7 +234,7 @@ class Roofline:
     def wave_chunk_tokens(self, max_tokens: int, sms: int | None = None) -> int:
         """The chunk of at most ``max_tokens`` rows whose products fill their waves best, the largest of equals.
 
-        With experts it is the one with the highest rate, since a short chunk reads nearly as many experts as a long one.
+        With experts it is the one of the highest rate: a short chunk reads nearly as many experts as a long one.
         It is a multiple of ``CHUNK_STEP_TOKENS``, or ``max_tokens`` itself if that is less than one step.
         """
         if max_tokens < CHUNK_STEP_TOKENS:
