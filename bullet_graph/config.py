@@ -27,6 +27,8 @@ PolicyChoice = Literal["serial", "mixed", "split", "auto"]
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
+_ROUTER_SKEW = r"uniform|zipf:\d+(\.\d+)?"
+
 KV_BLOCK_TOKENS = 16
 """Tokens in a KV-cache block (a page in FlashInfer's words)."""
 
@@ -191,6 +193,14 @@ class EngineConfig:
         "auto",
         "Source of the weights. dummy: seeded random numbers; auto: dummy for a preset, safetensors for a folder.",
     )
+    router_skew: str = setting(
+        "uniform",
+        "Popularity of experts under random weights. zipf:S: the r-th most popular of a layer gets a share of the rows "
+        "in proportion to r^-S, at most all of them.",
+        metavar="uniform|zipf:S",
+        wanted="uniform, or zipf:S with a number such as zipf:0.8",
+        holds=lambda text: isinstance(text, str) and re.fullmatch(_ROUTER_SKEW, text) is not None,
+    )
     dtype: DtypeName = setting(
         "auto",
         "Number format of weights, activations and KV cache. auto: float32 on the CPU; on a GPU config.json's, or "
@@ -344,6 +354,11 @@ class EngineConfig:
                 "capture_plan says which partitions and sizes are captured: leave out decode_sms and "
                 "cuda_graphs=False, or leave out the plan"
             )
+
+    @property
+    def zipf_exponent(self) -> float | None:
+        """S of ``router_skew``; None for ``uniform``."""
+        return None if self.router_skew == "uniform" else float(self.router_skew.removeprefix("zipf:"))
 
     @property
     def predicts(self) -> bool:

@@ -12,6 +12,7 @@ from bullet_graph.models.config import DtypeName, ModelConfig
 from bullet_graph.models.layers import Layer, Mixture, Mlp, SelfAttention
 
 _DUMMY_BIAS_STD = 0.02
+_MOST_SHARE = 0.999
 _GLU_NAMES = ("gate_proj", "up_proj", "down_proj")
 _MIXTRAL_NAMES = ("w1", "w3", "w2")
 
@@ -42,21 +43,42 @@ def weight_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     return {name: tuple(tensor.shape) for name, tensor in checkpoint_views(config, weights)}
 
 
-def fill_dummy(config: ModelConfig, weights: ModelWeights, *, seed: int) -> Iterator[int]:
+def fill_dummy(
+    config: ModelConfig, weights: ModelWeights, *, seed: int, zipf_exponent: float | None = None
+) -> Iterator[int]:
     """Draw random weights on the current stream, and yield the bytes of each tensor.
 
     The same seed, dtype and kind of device give the same weights. Matrices are normal with variance 1 / in_features:
-    activations keep their size at any depth. Norms are 1 and biases small.
+    activations keep their size at any depth. Norms are 1 and biases small, but for those of :func:`skewed_router_bias`,
+    which each layer has in an order of its own.
     """
     generator = torch.Generator(weights.embed.device).manual_seed(seed)
     for name, view in checkpoint_views(config, weights):
-        if name.endswith(".bias"):
+        if zipf_exponent is not None and name.endswith(".gate.bias"):
+            order = torch.randperm(config.num_experts, generator=generator, device=view.device)
+            view.copy_(skewed_router_bias(config.num_experts, config.experts_per_token, zipf_exponent)[order.cpu()])
+        elif name.endswith(".bias"):
             view.normal_(0.0, _DUMMY_BIAS_STD, generator=generator)
         elif view.dim() == 1:
             view.fill_(1.0)
         else:
             view.normal_(0.0, view.shape[1] ** -0.5, generator=generator)
         yield view.nbytes
+
+
+def skewed_router_bias(num_experts: int, top_k: int, zipf_exponent: float) -> Tensor:
+    """Biases [num_experts] with which the r-th expert gets a share of the rows in proportion to r^-S, falling.
+
+    Shares are at most 1 and add up to ``top_k``. Without biases, logits of random rows are standard normal: with the
+    quantile of its share, an expert's logit is above 0 with that probability, and those of ``top_k`` experts are, on
+    average. The highest ``top_k`` are nearly those above 0, so shares are met nearly.
+    """
+    weights = torch.arange(1, num_experts + 1, dtype=torch.float64) ** -zipf_exponent
+    low, high = 0.0, top_k / float(weights[-1])
+    for _ in range(100):
+        middle = (low + high) / 2
+        low, high = (middle, high) if float((middle * weights).clamp(max=1.0).sum()) < top_k else (low, middle)
+    return torch.special.ndtri((high * weights).clamp(max=_MOST_SHARE))
 
 
 def zero_weights(config: ModelConfig, *, dtype: torch.dtype, device: torch.device) -> ModelWeights:

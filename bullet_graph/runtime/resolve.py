@@ -76,6 +76,14 @@ def resolve(config: EngineConfig) -> Runtime:
             f"load_format=safetensors needs a model folder, but {config.model!r} is a preset of shapes only: "
             "use load_format=dummy, or give a folder"
         )
+    if config.zipf_exponent is not None:
+        if not model.num_experts or (found.folder is not None and config.load_format != "dummy"):
+            what = f"{config.model!r} has none" if not model.num_experts else "its weights are read from files"
+            raise ConfigError(
+                f"router_skew={config.router_skew} is for random weights of a model of experts, but {what}: leave it "
+                "out, or use a model of experts such as qwen3-30b-a3b with load_format=dummy"
+            )
+        model = replace(model, router_bias=True)
     device = find_device(config.device)
     if config.dtype != "auto":
         dtype = torch_dtype(config.dtype)
