@@ -31,6 +31,9 @@ VARIANTS: dict[str, ModelConfig] = {
     "olmo2": replace(TINY, norms="after", qk_norm=True, qk_norm_spans_heads=True),
     "phi3": replace(TINY, rotary_dim=48),
     "smollm3": replace(TINY, layer_ropes=(None, TINY.rope) * 2),
+    "experts": PRESETS["tiny-moe"],
+    "shared expert": replace(PRESETS["tiny-moe"], shared_expert_intermediate_size=64, renormalize_experts=False),
+    "skewed router": replace(PRESETS["tiny-moe"], router_bias=True),
 }
 """Each way in which layers differ between families."""
 

@@ -11,7 +11,14 @@ from torch.utils._pytree import tree_leaves
 pytest.importorskip("triton", reason="Triton is published for Linux only")
 
 
-from bullet_graph.graphs.compiled import CompiledPart, LayerPart, TritonNormOps, compiled_functions, exported
+from bullet_graph.graphs.compiled import (
+    CompiledOps,
+    CompiledPart,
+    LayerPart,
+    TritonNormOps,
+    compiled_functions,
+    exported,
+)
 from bullet_graph.kernels.ops import TorchOps
 from bullet_graph.kernels.triton_ops import TritonOps
 from bullet_graph.models.decoder import Decoder
@@ -26,7 +33,9 @@ def decoder(request: pytest.FixtureRequest) -> Decoder:
     return new_decoder(VARIANTS[request.param], num_blocks=1, max_len=16)
 
 
-all_variants = pytest.mark.parametrize("decoder", ["plain", "gemma3", "granite", "olmo2"], indirect=True)
+all_variants = pytest.mark.parametrize(
+    "decoder", ["plain", "gemma3", "granite", "olmo2", "shared expert", "skewed router"], indirect=True
+)
 
 
 @pytest.fixture
@@ -65,7 +74,7 @@ def assert_eager_parts(functions: LayerFunctions, decoder: Decoder, rows: int) -
 
 
 @all_variants
-@pytest.mark.parametrize("fused", [TorchOps(), TritonNormOps()])
+@pytest.mark.parametrize("fused", [CompiledOps(), TritonNormOps()])
 def test_once_for_all_rows(decoder: Decoder, settings: list[dict[str, object]], fused: TorchOps) -> None:
     functions = compiled_functions(decoder, TorchOps(), fused, MAX_ROWS)
     assert settings == [{"dynamic": False, "fullgraph": True}] * 2
@@ -76,7 +85,7 @@ def test_once_for_all_rows(decoder: Decoder, settings: list[dict[str, object]], 
 
 
 @all_variants
-@pytest.mark.parametrize(("fused", "max_rows"), [(TorchOps(), 2), (TorchOps(), 3), (TritonNormOps(), MAX_ROWS)])
+@pytest.mark.parametrize(("fused", "max_rows"), [(CompiledOps(), 2), (CompiledOps(), 3), (TritonNormOps(), MAX_ROWS)])
 def test_exported_for_all_rows(decoder: Decoder, fused: TorchOps, max_rows: int) -> None:
     def compiler(part: LayerPart) -> CompiledPart:
         program = exported(part)

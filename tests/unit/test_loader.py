@@ -2,7 +2,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 from functools import partial
 from pathlib import Path
 from unittest.mock import Mock
@@ -17,7 +17,7 @@ from bullet_graph.errors import CheckpointError
 from bullet_graph.models import weights as loader
 from bullet_graph.models.checkpoint import open_checkpoint
 from bullet_graph.models.presets import PRESETS, load_model_config
-from bullet_graph.models.weights import ModelWeights, weight_shapes, zero_weights
+from bullet_graph.models.weights import ModelWeights, fill_dummy, skewed_router_bias, weight_shapes, zero_weights
 
 CPU = torch.device("cpu")
 FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -338,3 +338,27 @@ def test_dummy_weights_keep_activations_in_proportion() -> None:
     down = weights.layers[3].mlp.down.weight
     inputs = torch.randn(64, config.intermediate_size, generator=torch.Generator().manual_seed(0))
     assert 0.9 < (inputs @ down.T).std().item() < 1.1
+
+
+@pytest.mark.parametrize(("num_experts", "top_k"), [(128, 8), (60, 4), (8, 2)])
+@pytest.mark.parametrize("exponent", [0.0, 0.7, 1.3])
+def test_a_skewed_router_s_experts_get_their_shares(num_experts: int, top_k: int, exponent: float) -> None:
+    bias = skewed_router_bias(num_experts, top_k, exponent).float()
+    logits = torch.randn(8000, num_experts, generator=torch.Generator().manual_seed(1)) + bias
+    shares = torch.bincount(logits.topk(top_k).indices.flatten(), minlength=num_experts) / len(logits)
+    wanted = torch.arange(1, num_experts + 1) ** -exponent
+    # Of the experts that are not taken by nearly all rows.
+    free = bias < 2.0
+    expected = wanted[free] * (shares[free].sum() / wanted[free].sum())
+    torch.testing.assert_close(shares[free], expected, rtol=0.15, atol=0.01)
+
+
+def test_dummy_routers_follow_the_skew_in_every_layer() -> None:
+    config = replace(PRESETS["tiny-moe"], router_bias=True)
+    weights = zero_weights(config, dtype=torch.float32, device=CPU)
+    for _ in fill_dummy(config, weights, seed=3, zipf_exponent=1.0):
+        pass
+    biases = torch.stack([layer.mlp.experts.router.bias for layer in weights.layers])
+    expected = skewed_router_bias(config.num_experts, config.experts_per_token, 1.0).float()
+    assert torch.equal(biases.sort(descending=True).values, expected.expand(4, -1))
+    assert len(set(biases.argmax(1).tolist())) > 1, "each layer has its own order"
