@@ -16,6 +16,7 @@ import click
 import torch
 
 from bench.kernels.harness import (
+    DENSE_PRESETS,
     GpuCommand,
     Run,
     device_text,
@@ -72,7 +73,7 @@ def ways(config: ModelConfig, layers: list[dict[str, Linear]], rows: int) -> dic
 
 
 @click.command(cls=GpuCommand)
-@click.option("--model", type=click.Choice(sorted(PRESETS)), default="llama-3.1-8b", show_default=True)
+@click.option("--model", type=click.Choice(DENSE_PRESETS), default="llama-3.1-8b", show_default=True)
 @click.option("--rows", default="64,128,256,512,640,1024,2048,4096", show_default=True, callback=parse_counts)
 @click.option("--seconds", type=click.FloatRange(min=0.3), default=0.9, show_default=True, help="Per figure.")
 @output_option

@@ -78,7 +78,8 @@ def skewed_router_bias(num_experts: int, top_k: int, zipf_exponent: float) -> Te
     for _ in range(100):
         middle = (low + high) / 2
         low, high = (middle, high) if float((middle * weights).clamp(max=1.0).sum()) < top_k else (low, middle)
-    return torch.special.ndtri((high * weights).clamp(max=_MOST_SHARE))
+    bias: Tensor = torch.special.ndtri((high * weights).clamp(max=_MOST_SHARE))
+    return bias
 
 
 def zero_weights(config: ModelConfig, *, dtype: torch.dtype, device: torch.device) -> ModelWeights:

@@ -21,6 +21,7 @@ from bench import record
 from bench.kernels import (
     decode_attention,
     decode_step,
+    experts,
     harness,
     layer_products,
     partitions,
@@ -68,7 +69,7 @@ def run(command: click.Command, *arguments: object) -> Result:
 
 
 @pytest.mark.parametrize(
-    "module", [decode_attention, decode_step, layer_products, partitions, prefill_attention, sustained]
+    "module", [decode_attention, decode_step, experts, layer_products, partitions, prefill_attention, sustained]
 )
 def test_without_a_gpu_one_line_says_so(module: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
