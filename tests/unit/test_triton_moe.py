@@ -9,6 +9,7 @@ from bullet_graph.kernels.ops import Experts, Linear, TorchOps
 
 pytest.importorskip("triton", reason="Triton is published for Linux only")
 
+from bullet_graph.kernels import triton_moe
 from bullet_graph.kernels.triton_moe import Tiling, experts_output
 from bullet_graph.kernels.triton_ops import TritonOps
 
@@ -94,6 +95,17 @@ def test_both_operations_agree_with_arithmetic(rows: int, top_k: int) -> None:
     expected = expected_output(x, TorchOps.linear(x, experts.router), experts)
     assert_close(TorchOps().experts(x, experts), expected)
     assert_close(TritonOps().experts(x, experts), expected)
+
+
+def test_counts_of_many_programs_and_many_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three programs of 16 rows, whose counts are read one by one, and more blocks than a program describes at once."""
+    monkeypatch.setattr(triton_moe, "_COUNTS", 1)
+    x, experts = rows_of(40), layer(20, 2)
+    logits = TorchOps.linear(x, experts.router)
+    assert_close(
+        experts_output(x, logits, experts, tilings=((float("inf"), small(16), small(16)),)),
+        expected_output(x, logits, experts),
+    )
 
 
 def test_a_row_s_result_depends_on_no_other_row() -> None:
