@@ -207,6 +207,9 @@ class EngineConfig:
         "bfloat16 where that is float32.",
     )
     device: DeviceName = setting("auto", "Where to run; auto: the GPU if there is one.")
+    tensor_parallel_size: int = setting(
+        1, "Ranks that share the model, each a process with its own GPU; must divide the query heads.", minimum=1
+    )
     policy: Policy = setting(
         Policy("mixed"),
         "How prefill and decode share the device. CHUNK: most tokens of one forward; NUM_SMS: SMs of the decode "

@@ -29,10 +29,10 @@ from bullet_graph.planner.options import Corrections
 from bullet_graph.planner.planner import Planner
 from bullet_graph.planner.slack import PREPARE_MS
 from bullet_graph.planner.tuning import TUNING
-from bullet_graph.runtime.build import build_executor
 from bullet_graph.runtime.executor import Executor
 from bullet_graph.runtime.memory import MemoryLedger, held_tokens
 from bullet_graph.runtime.resolve import check_fork, default_sampling_params, load_tokenizer, resolve
+from bullet_graph.runtime.tensor_parallel import build_on_ranks
 from bullet_graph.sampling_params import SamplingParams
 from bullet_graph.slo import NO_TARGETS, Slo
 
@@ -81,7 +81,7 @@ class Engine:
             self.tokenizer = load_tokenizer(runtime)
         self.default_sampling_params = default_sampling_params(config, runtime)
         try:
-            built = build_executor(
+            built = build_on_ranks(
                 config, runtime, progress=use_tqdm, on_ledger=on_ledger or (lambda _: None), clock=start
             )
         except BaseException as error:

@@ -8,6 +8,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from bullet_graph.kernels import triton_kernels
+from bullet_graph.kernels.communicator import Communicator
 from bullet_graph.kernels.gpu import Gpu
 from bullet_graph.kernels.ops import Experts, HeadNorms, KeysValues, Linear, RowInputs, TorchOps
 from bullet_graph.kernels.sampler import SamplingState
@@ -46,7 +47,8 @@ class TritonOps(TorchOps):
     ``gpu`` is for streams that have all of its SMs; without it, no kernel runs whose grid is laid out for all SMs.
     """
 
-    def __init__(self, gpu: Gpu | None = None) -> None:
+    def __init__(self, gpu: Gpu | None = None, communicator: Communicator | None = None) -> None:
+        super().__init__(communicator)
         self._fused_swiglu_sms = gpu.num_sms if gpu is not None and gpu.is_hopper else 0
 
     @staticmethod

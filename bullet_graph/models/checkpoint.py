@@ -19,6 +19,7 @@ from bullet_graph.errors import CheckpointError
 from bullet_graph.kernels.memory import PinnedRing
 from bullet_graph.models.config import ModelConfig
 from bullet_graph.models.json_files import read_json_object
+from bullet_graph.models.sharding import Part, part_of
 from bullet_graph.models.weights import ModelWeights, checkpoint_views, held, weight_shapes
 
 _STAGING_BYTES = 16 * 1024**2
@@ -40,9 +41,11 @@ class _StoredTensor:
     shape: tuple[int, ...]
     element_type: str
 
-    def read(self, name: str) -> Tensor:
-        """The tensor, memory-mapped; its pages are read when they are copied."""
+    def read(self, name: str, part: Part | None) -> Tensor:
+        """The tensor, memory-mapped, whose pages are read when they are copied; or a part of it."""
         with _file_errors(f"{self.path}: tensor {name} cannot be read"):
+            if part is not None:
+                return part.of(self.file.get_slice(name))
             tensor: Tensor = self.file.get_tensor(name)
             return tensor
 
@@ -57,9 +60,9 @@ class Checkpoint:
 
     @property
     def num_bytes(self) -> int:
-        """Stored bytes of all tensors that are loaded."""
-        loaded = (self.tensors[name] for name in weight_shapes(self.config))
-        return sum(math.prod(tensor.shape) * _ELEMENT_BYTES[tensor.element_type] for tensor in loaded)
+        """Stored bytes of all tensors, or parts of them, that are loaded."""
+        shapes = weight_shapes(self.config)
+        return sum(math.prod(shapes[name]) * _ELEMENT_BYTES[self.tensors[name].element_type] for name in shapes)
 
     def fill(self, weights: ModelWeights) -> Iterator[int]:
         """Copy the tensors into ``weights``, converting their types, and yield the bytes of each piece.
@@ -73,8 +76,9 @@ class Checkpoint:
         for name in sorted(views, key=lambda name: self.tensors[name].path):
             stored = self.tensors[name]
             element_bytes = _ELEMENT_BYTES[stored.element_type]
-            source = held(self.config, name, stored.read(name))
-            for num_elements in _copy(source, views[name], ring):
+            source = held(self.config, name, stored.read(name, part_of(self.config, name, stored.shape)))
+            # The last rank's vocabulary may be shorter.
+            for num_elements in _copy(source, views[name][: len(source)], ring):
                 yield num_elements * element_bytes
             if self.config.norm_plus_one and name.endswith("norm.weight"):
                 views[name].add_(1.0)
@@ -159,7 +163,7 @@ def _file_errors(problem: str) -> Iterator[None]:
 
 
 def _check_tensors(checkpoint: Checkpoint) -> None:
-    expected = weight_shapes(checkpoint.config)
+    expected = weight_shapes(checkpoint.config.whole or checkpoint.config)
     missing = [name for name in expected if name not in checkpoint.tensors]
     why = " (config.json does not tie the embeddings)" if missing == ["lm_head.weight"] else ""
     unexpected = [

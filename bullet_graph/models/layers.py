@@ -94,9 +94,7 @@ def attention_input(
     x, residual = _add_norm(ops, x, residual, norm, eps, summed)
     projected = ops.linear(x, qkv, out=out)
     if norms is not None:
-        q_size, k_size = len(norms.q), len(norms.k)
-        ops.rms_norm_(projected[:, :q_size], norms.q, eps)
-        ops.rms_norm_(projected[:, q_size : q_size + k_size], norms.k, eps)
+        ops.spanning_norms_(projected, norms)
     return projected, residual
 
 
@@ -111,12 +109,34 @@ def attention_output(
     output_norm: Tensor | None,
     multiplier: float,
     eps: float,
+    between: Callable[..., tuple[Tensor, Tensor]] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Project, norm, MLP, after attention; returns (x [rows, hidden_size], residual)."""
-    x = _normed_output(ops, ops.linear(attended, o), attended_norm, multiplier, eps)
+    """Project, norm, MLP, after attention; returns (x [rows, hidden_size], residual).
+
+    ``between`` stands in for :func:`mlp_part`, the part between the two sums over ranks.
+    """
+    x = ops.all_reduce(ops.linear(attended, o))
+    part = partial(mlp_part, ops) if between is None else between
+    x, residual = part(x, residual, attended_norm, mlp_norm, mlp, multiplier, eps)
+    return _normed_output(ops, ops.all_reduce(x), output_norm, multiplier, eps), residual
+
+
+def mlp_part(
+    ops: TorchOps,
+    x: Tensor,
+    residual: Tensor,
+    attended_norm: Tensor | None,
+    mlp_norm: Tensor | None,
+    mlp: Mlp | Mixture,
+    multiplier: float,
+    eps: float,
+) -> tuple[Tensor, Tensor]:
+    """Norms around attention's end, and the MLP; returns (x [rows, hidden_size], residual), x before its sum."""
+    x = _normed_output(ops, x, attended_norm, multiplier, eps)
     x, residual = _add_norm(ops, x, residual, mlp_norm, eps)
-    x = ops.linear(ops.glu(x, mlp.gate_up, mlp.gelu), mlp.down) if isinstance(mlp, Mlp) else _mixture(ops, x, mlp)
-    return _normed_output(ops, x, output_norm, multiplier, eps), residual
+    if not isinstance(mlp, Mlp):
+        return _mixture(ops, x, mlp), residual
+    return ops.linear(ops.glu(x, mlp.gate_up, mlp.gelu), mlp.down), residual
 
 
 def _mixture(ops: TorchOps, x: Tensor, mixture: Mixture) -> Tensor:

@@ -10,6 +10,7 @@ from torch.nn.functional import pad
 from bullet_graph.kernels.ops import Experts, HeadNorms, Linear
 from bullet_graph.models.config import DtypeName, ModelConfig
 from bullet_graph.models.layers import Layer, Mixture, Mlp, SelfAttention
+from bullet_graph.models.sharding import part_of
 
 _DUMMY_BIAS_STD = 0.02
 _MOST_SHARE = 0.999
@@ -26,7 +27,7 @@ def torch_dtype(name: DtypeName) -> torch.dtype:
 class ModelWeights:
     """All weights of a decoder.
 
-    ``embed`` and ``lm_head`` are [vocab_size, hidden_size], and one tensor if the embeddings are tied.
+    ``embed`` and ``lm_head`` are [vocab_rows, hidden_size], and one tensor if the embeddings are tied.
     """
 
     embed: Tensor
@@ -39,6 +40,11 @@ def weight_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Shapes of a checkpoint's tensors by Hugging Face's names; no ``lm_head`` with tied embeddings."""
     if config.stored_head_dim is not None:
         config = replace(config, head_dim=config.stored_head_dim, stored_head_dim=None)
+    return _shapes(config)
+
+
+def _shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Shapes of a checkpoint's tensors as the weights hold them."""
     weights = zero_weights(config, dtype=torch.float32, device=torch.device("meta"))
     return {name: tuple(tensor.shape) for name, tensor in checkpoint_views(config, weights)}
 
@@ -48,12 +54,15 @@ def fill_dummy(
 ) -> Iterator[int]:
     """Draw random weights on the current stream, and yield the bytes of each tensor.
 
-    The same seed, dtype and kind of device give the same weights. Matrices are normal with variance 1 / in_features:
-    activations keep their size at any depth. Norms are 1 and biases small, but for those of :func:`skewed_router_bias`,
-    which each layer has in an order of its own.
+    The same seed, dtype and kind of device give the same weights, of which a rank keeps its part. Matrices are normal
+    with variance 1 / in_features: activations keep their size at any depth. Norms are 1 and biases small, but for those
+    of :func:`skewed_router_bias`, which each layer has in an order of its own.
     """
     generator = torch.Generator(weights.embed.device).manual_seed(seed)
-    for name, view in checkpoint_views(config, weights):
+    shapes = {} if config.whole is None else _shapes(config.whole)
+    for name, held_view in checkpoint_views(config, weights):
+        part = part_of(config, name, shapes[name]) if shapes else None
+        view = held_view if part is None else held_view.new_empty(shapes[name])
         if zipf_exponent is not None and name.endswith(".gate.bias"):
             order = torch.randperm(config.num_experts, generator=generator, device=view.device)
             view.copy_(skewed_router_bias(config.num_experts, config.experts_per_token, zipf_exponent)[order.cpu()])
@@ -63,7 +72,10 @@ def fill_dummy(
             view.fill_(1.0)
         else:
             view.normal_(0.0, view.shape[1] ** -0.5, generator=generator)
-        yield view.nbytes
+        if part is not None:
+            mine = part.of(view)
+            held_view[: len(mine)].copy_(mine)
+        yield held_view.nbytes
 
 
 def skewed_router_bias(num_experts: int, top_k: int, zipf_exponent: float) -> Tensor:
@@ -121,7 +133,7 @@ def zero_weights(config: ModelConfig, *, dtype: torch.dtype, device: torch.devic
         return Mixture(experts, mlp(shared), Linear(zeros(1, config.hidden_size))) if shared else Mixture(experts)
 
     qkv_size = config.q_size + 2 * config.kv_size
-    embed = zeros(config.vocab_size, config.hidden_size)
+    embed = zeros(config.vocab_rows, config.hidden_size)
     before, after = config.norms != "after", config.norms != "before"
     layers = tuple(
         Layer(
@@ -139,7 +151,7 @@ def zero_weights(config: ModelConfig, *, dtype: torch.dtype, device: torch.devic
         embed=embed,
         layers=layers,
         final_norm=norm(config.hidden_size),
-        lm_head=embed if config.tie_word_embeddings else zeros(config.vocab_size, config.hidden_size),
+        lm_head=embed if config.tie_word_embeddings else zeros(config.vocab_rows, config.hidden_size),
     )
 
 

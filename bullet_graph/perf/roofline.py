@@ -22,7 +22,8 @@ class DecoderShape:
     """The numbers of a decoder that decide its operations and memory traffic.
 
     ``qk_norm``: RMSNorm over each query and key head before RoPE. ``layer_windows``: see :attr:`windows`; empty means
-    none in any layer. With ``num_experts``, every layer has experts instead of an MLP of ``intermediate_size``.
+    none in any layer. With ``num_experts``, every layer has experts instead of an MLP of ``intermediate_size``. With
+    ``num_ranks``, all sizes but the model's width and vocabulary are those of one rank of tensor parallelism.
     """
 
     vocab_size: int
@@ -39,6 +40,12 @@ class DecoderShape:
     experts_per_token: int = 0
     expert_intermediate_size: int = 0
     shared_expert_intermediate_size: int = 0
+    num_ranks: int = 1
+
+    @property
+    def vocab_rows(self) -> int:
+        """Rows of the embedding and of the output head on a rank; the last rank's may be fewer, and are padded."""
+        return -(-self.vocab_size // self.num_ranks)
 
     @property
     def dense_mlp_size(self) -> int:
@@ -107,7 +114,7 @@ def num_weights(shape: DecoderShape, *, embedding_rows: int, experts: float) -> 
         + (2 * shape.head_dim if shape.qk_norm else 0)
     )
     # The final norm, the output head and the embedding rows.
-    return shape.num_layers * layer + shape.hidden_size * (1 + shape.vocab_size + embedding_rows)
+    return shape.num_layers * layer + shape.hidden_size * (1 + shape.vocab_rows + embedding_rows)
 
 
 def touched_experts(shape: DecoderShape, rows: float) -> float:

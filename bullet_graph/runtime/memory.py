@@ -1,6 +1,6 @@
 """The memory ledger: how an engine divides its device's memory, settled before anything is allocated."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from bullet_graph.config import KV_BLOCK_TOKENS, EngineConfig
 from bullet_graph.errors import InsufficientMemoryError
@@ -72,6 +72,12 @@ class MemoryLedger:
     def __str__(self) -> str:
         rows = [*self.rows(), ("device", self.device.total_bytes)]
         return "\n".join(f"{label:<34}{format_bytes(size):>14}" for label, size in rows)
+
+
+def with_kv_blocks(ledger: MemoryLedger, num_kv_blocks: int) -> MemoryLedger:
+    """The same ledger with a KV cache of fewer blocks, as another rank can hold."""
+    block_bytes = ledger.kv_cache_bytes // ledger.num_kv_blocks
+    return replace(ledger, num_kv_blocks=num_kv_blocks, kv_cache_bytes=num_kv_blocks * block_bytes)
 
 
 def held_tokens(config: EngineConfig, model: ModelConfig, max_model_len: int) -> int:

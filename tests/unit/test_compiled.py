@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from decoders import VARIANTS, new_decoder
+from ranks_in_threads import Table, ThreadCommunicator
 from torch.utils._pytree import tree_leaves
 
 pytest.importorskip("triton", reason="Triton is published for Linux only")
@@ -100,6 +101,15 @@ def test_exported_for_all_rows(decoder: Decoder, fused: TorchOps, max_rows: int)
         functions = compiled_functions(decoder, TorchOps(), fused, max_rows, compiler)
         for rows in {2, max_rows - 1, max_rows} - {1}:
             assert_eager_parts(functions, decoder, rows)
+
+
+@all_variants
+def test_collectives_stand_between_the_parts(decoder: Decoder, settings: list[dict[str, object]]) -> None:
+    between = TorchOps(ThreadCommunicator(Table(1), 0))
+    functions = compiled_functions(decoder, between, CompiledOps(), MAX_ROWS)
+    assert len(settings) == 2
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        assert_eager_parts(functions, decoder, 5)
 
 
 @pytest.mark.usefixtures("settings")

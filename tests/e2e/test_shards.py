@@ -1,0 +1,135 @@
+"""Shares of a model: ranks in threads generate what one rank generates, for every family and way to divide it."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from checkpoints import EXPERT_FAMILIES, FAMILIES, MORE_FAMILIES, Family, write_checkpoint
+from engines import make_engine
+from ranks_in_threads import use_threads
+from safetensors import safe_open
+
+from bullet_graph import SamplingParams
+from bullet_graph.errors import ConfigError
+from bullet_graph.models import checkpoint, sharding
+from bullet_graph.models.config import ModelConfig, with_padded_heads
+from bullet_graph.models.presets import PRESETS, FoundModel, resolve_model
+from bullet_graph.models.sharding import shard
+from bullet_graph.models.weights import zero_weights
+from bullet_graph.perf.roofline import kv_cache_bytes_per_token
+from bullet_graph.runtime import resolve
+
+SAMPLED = [
+    SamplingParams(temperature=0, max_tokens=10, ignore_eos=True, logprobs=1),
+    SamplingParams(temperature=1, seed=3, max_tokens=10, ignore_eos=True, logprobs=1, top_p=0.9),
+]
+LENGTHS = (1, 5, 17, 33, 70)
+
+Ranks = Callable[[int], None]
+
+
+@pytest.fixture
+def ranks(monkeypatch: pytest.MonkeyPatch) -> Ranks:
+    return use_threads(monkeypatch)
+
+
+def check(ranks: Ranks, model: str | Path, *sizes: int, **settings: Any) -> None:
+    """Tokens of one rank and of several are the same, their log-probabilities nearly."""
+    settings = {"policy": "mixed:7"} | settings
+    found = []
+    for size in (1, *sizes):
+        ranks(size)
+        with make_engine(model, **settings) as engine:
+            rng = np.random.default_rng(5)
+            prompts = [rng.integers(0, engine.model_config.vocab_size, size=n).tolist() for n in LENGTHS]
+            params = [SAMPLED[i % 2] for i in range(len(prompts))]
+            outputs = [output.outputs[0] for output in engine.generate(prompts, params, use_tqdm=False)]
+        found.append(([o.token_ids for o in outputs], [entry.logprob for o in outputs for entry in o.logprobs]))
+    for tokens, logprobs in found[1:]:
+        assert tokens == found[0][0]
+        np.testing.assert_allclose(logprobs, found[0][1], atol=1e-4)
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, *MORE_FAMILIES, *EXPERT_FAMILIES])
+def test_every_family(family: Family, ranks: Ranks, tmp_path: Path) -> None:
+    # Four ranks hold two key heads, each of them twice.
+    write_checkpoint(tmp_path, family, num_layers=3, seed=1, tokenizer=False)
+    check(ranks, tmp_path, 2, 4)
+
+
+def test_vocabularies_that_no_number_divides_and_tied_embeddings(ranks: Ranks, tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, "qwen3", seed=1, vocab_size=323, tie=True, tokenizer=False)
+    check(ranks, tmp_path, 2, 4)
+
+
+@pytest.mark.parametrize("family", ["llama", "phi3", "smollm3"])
+def test_heads_padded_for_kernels(
+    family: Family, ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def padded(model: str, revision: str | None) -> FoundModel:
+        found = resolve_model(model, revision)
+        return found._replace(config=with_padded_heads(found.config, (8, 32, 64)))
+
+    monkeypatch.setattr(resolve, "resolve_model", padded)
+    write_checkpoint(tmp_path, family, seed=1, tokenizer=False)
+    check(ranks, tmp_path, 2)
+
+
+@pytest.mark.parametrize("settings", [{}, {"router_skew": "zipf:1"}])
+def test_random_weights_are_the_same_in_parts(settings: dict[str, Any], ranks: Ranks) -> None:
+    check(ranks, "tiny-moe", 2, **settings)
+
+
+def test_a_rank_reads_its_own_part_alone(ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_checkpoint(tmp_path, "phi3", seed=1, tokenizer=False)
+    read = []
+    of = sharding.Part.of
+
+    def recorded(part: sharding.Part, tensor: Any) -> torch.Tensor:
+        found = of(part, tensor)
+        read.append((type(tensor).__name__, found.numel()))
+        return found
+
+    monkeypatch.setattr(sharding.Part, "of", recorded)
+    ranks(2)
+    with make_engine(tmp_path) as engine:
+        weights = engine.memory.weights_bytes // 4
+    with safe_open(tmp_path / "model.safetensors", "pt") as file:
+        whole = sum(file.get_tensor(name).numel() for name in file.keys() if file.get_tensor(name).dim() == 2)  # noqa: SIM118
+    assert {kind for kind, _ in read} == {"PySafeSlice"}
+    assert sum(size for _, size in read) == whole
+    assert whole / 2 < weights < whole / 2 + 1000  # norms are whole
+
+
+@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("num_ranks", [2, 4, 8])
+def test_parts_have_the_shapes_of_a_ranks_weights(name: str, num_ranks: int) -> None:
+    model = replace(PRESETS[name], num_layers=1, num_experts=min(PRESETS[name].num_experts, 8))
+    if model.num_heads % num_ranks:
+        pytest.skip("ranks are more than heads")
+    whole = dict(checkpoint.checkpoint_views(model, meta(model)))
+    own = [shard(model, num_ranks, rank) for rank in range(num_ranks)]
+    for config in own:
+        for each, view in checkpoint.checkpoint_views(config, meta(config)):
+            part = sharding.part_of(config, each, tuple(whole[each].shape))
+            assert view.shape == (whole[each] if part is None else part.of(whole[each])).shape, each
+    least = max(model.num_kv_heads, num_ranks) // num_ranks
+    assert kv_cache_bytes_per_token(own[0], dtype_bytes=2) == model.num_layers * 4 * model.head_dim * least
+
+
+def meta(config: ModelConfig) -> Any:
+    return zero_weights(config, dtype=torch.float32, device=torch.device("meta"))
+
+
+def test_what_cannot_be_divided_names_the_numbers() -> None:
+    tiny = PRESETS["tiny"]
+    with pytest.raises(ConfigError, match=r"tensor_parallel_size=4 .* 2 query heads: take"):
+        shard(tiny, 4, 0)
+    with pytest.raises(ConfigError, match="12 query heads, 100 intermediate columns, 6 key heads"):
+        shard(replace(tiny, num_heads=12, num_kv_heads=6, intermediate_size=100), 8, 0)
+    with pytest.raises(ConfigError, match="2 query heads, 98 intermediate columns of an expert: "):
+        shard(replace(PRESETS["tiny-moe"], expert_intermediate_size=98), 4, 0)
