@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from bullet_graph.kernels.fp8 import Quantized
 from bullet_graph.kernels.ops import HeadNorms, Linear, TorchOps
 
 
@@ -83,8 +84,8 @@ def attention_input(
 
     They are in ``out`` and ``summed``, or new memory.
     """
-    x, residual = _add_norm(ops, x, residual, norm, eps, summed)
-    projected = ops.linear(x, qkv, out=out)
+    rows, residual = _add_norm(ops, x, residual, norm, eps, qkv, summed)
+    projected = ops.linear(rows, qkv, out=out)
     if norms is not None:
         q_size, k_size = len(norms.q), len(norms.k)
         ops.rms_norm_(projected[:, :q_size], norms.q, eps)
@@ -105,20 +106,31 @@ def attention_output(
     eps: float,
 ) -> tuple[Tensor, Tensor]:
     """Project, norm, MLP, after attention; returns (x [rows, hidden_size], residual)."""
-    x = _normed_output(ops, ops.linear(attended, o), attended_norm, multiplier, eps)
-    x, residual = _add_norm(ops, x, residual, mlp_norm, eps)
-    x = ops.linear(ops.glu(x, mlp.gate_up, mlp.gelu), mlp.down)
+    group = o.group
+    rows = attended if group is None else ops.quantize(attended, group)
+    x = _normed_output(ops, ops.linear(rows, o), attended_norm, multiplier, eps)
+    rows, residual = _add_norm(ops, x, residual, mlp_norm, eps, mlp.gate_up)
+    x = ops.linear(ops.glu(rows, mlp.gate_up, mlp.gelu, mlp.down.group), mlp.down)
     return _normed_output(ops, x, output_norm, multiplier, eps), residual
 
 
 def _add_norm(
-    ops: TorchOps, x: Tensor, residual: Tensor, norm: Tensor | None, eps: float, summed: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """A sub-layer's input, and the new residual."""
-    if norm is not None:
+    ops: TorchOps,
+    x: Tensor,
+    residual: Tensor,
+    norm: Tensor | None,
+    eps: float,
+    into: Linear,
+    summed: Tensor | None = None,
+) -> tuple[Tensor | Quantized, Tensor]:
+    """A sub-layer's input, quantized if its first projection is, and the new residual."""
+    group = into.group
+    if norm is None:
+        summed = torch.add(x, residual, out=summed)
+        return (summed if group is None else ops.quantize(summed, group)), summed
+    if group is None:
         return ops.add_rms_norm(x, residual, norm, eps, summed)
-    summed = torch.add(x, residual, out=summed)
-    return summed, summed
+    return ops.add_rms_norm_quantized(x, residual, norm, eps, group, summed)
 
 
 def _normed_output(ops: TorchOps, x: Tensor, norm: Tensor | None, multiplier: float, eps: float) -> Tensor:
