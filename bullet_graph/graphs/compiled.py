@@ -269,7 +269,8 @@ _define(
     *(_add_rms_norm, _add_rms_norm_shapes),
 )
 _define(
-    "add_rms_norm_quantized(Tensor x, Tensor residual, Tensor weight, float eps, int group) -> (Tensor, Tensor, Tensor)",
+    "add_rms_norm_quantized(Tensor x, Tensor residual, Tensor weight, float eps, int group)"
+    " -> (Tensor, Tensor, Tensor)",
     *(_add_rms_norm_quantized, _add_rms_norm_quantized_shapes),
 )
 _define(

@@ -48,7 +48,7 @@ def quantize_weight(weight: Tensor, *, blocks: bool) -> tuple[Tensor, Tensor]:
     tiles = pad(weight.float(), (0, -columns % size, 0, -rows % size)).unflatten(1, (-1, size)).unflatten(0, (-1, size))
     scales = tiles.abs().amax((1, 3)).clamp_min(LEAST_AMAX) / FP8_MAX
     values = saturated(tiles / scales[:, None, :, None]).flatten(2).flatten(0, 1)
-    return values[:rows, :columns], scales
+    return values[:rows, :columns].contiguous(), scales
 
 
 def saturated(x: Tensor) -> Tensor:

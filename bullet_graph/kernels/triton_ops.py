@@ -227,11 +227,10 @@ def matmul_fp8(x: Quantized, linear: Linear, out: Tensor | None = None, *, split
     weight, bias, scale, group = linear
     rows, (out_features, in_features) = len(x.values), weight.shape
     is_row_wise = group == in_features
-    shape = (rows, out_features)
-    target = out if splits == 1 else None
-    if target is None:
-        sums = {"dtype": x.dtype} if splits == 1 else {"dtype": torch.float32}
-        target = x.values.new_empty(*(() if splits == 1 else (splits,)), *shape, **sums)
+    if splits > 1:
+        target = x.values.new_empty(splits, rows, out_features, dtype=torch.float32)
+    else:
+        target = x.values.new_empty(rows, out_features, dtype=x.dtype) if out is None else out
     tile_m = min(max(triton.next_power_of_2(rows), 16), 128)
     tiles = triton.cdiv(rows, tile_m) * triton.cdiv(out_features, 128)
     if tiles:
