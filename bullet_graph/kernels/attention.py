@@ -76,8 +76,8 @@ class ReferenceAttention(Attention):
         keys, values = self._cache.layer(layer)
         q, window = rows.q, self._cache.windows[layer]
         for own, blocks, kv_len, masks in self._sequences:
-            k = keys[blocks].flatten(0, 1)[:kv_len].transpose(0, 1)
-            v = values[blocks].flatten(0, 1)[:kv_len].transpose(0, 1)
+            k = keys[blocks].flatten(0, 1)[:kv_len].transpose(0, 1).to(q.dtype)
+            v = values[blocks].flatten(0, 1)[:kv_len].transpose(0, 1).to(q.dtype)
             attended = torch.nn.functional.scaled_dot_product_attention(
                 q[own].transpose(0, 1)[None], k[None], v[None], attn_mask=masks[window], enable_gqa=True
             )

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from bullet_graph.perf.roofline import FP8_BLOCK
+
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
 """Largest finite number of the format."""
-FP8_BLOCK = 128
-"""Rows and columns of a block of weights, and columns of activations, that share a scale."""
 LEAST_AMAX = 1e-10
 """Zeros have this magnitude at least, or their scale would divide by zero."""
 

@@ -8,10 +8,11 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from bullet_graph.kernels import fp8_kernels, triton_kernels
-from bullet_graph.kernels.fp8 import FP8, FP8_BLOCK, Quantized
+from bullet_graph.kernels.fp8 import FP8, Quantized
 from bullet_graph.kernels.gpu import Gpu
 from bullet_graph.kernels.ops import HeadNorms, KeysValues, Linear, RowInputs, TorchOps
 from bullet_graph.kernels.sampler import SamplingState
+from bullet_graph.perf.roofline import FP8_BLOCK
 
 _HEADS_BLOCK = 16
 _VOCAB_BLOCK = 4096
@@ -174,6 +175,7 @@ class TritonOps(TorchOps):
             HALF=head_dim // 2,
             HEADS_BLOCK=_HEADS_BLOCK,
             QK_NORM=norms is not None,
+            FP8=cache[0].dtype is FP8,
         )
         return q
 

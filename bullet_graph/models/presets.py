@@ -2,6 +2,7 @@
 
 import difflib
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
@@ -11,15 +12,20 @@ from bullet_graph.models.config import ModelConfig, read_dense_config
 from bullet_graph.models.families import gemma, granite, llama, mistral, olmo, phi, qwen, smollm
 from bullet_graph.models.hub import download, is_hub_id
 from bullet_graph.models.json_files import JsonObject, read_json_object
+from bullet_graph.perf.roofline import Fp8Weights
+
+_PRESETS = {
+    "tiny": llama.TINY,
+    "llama-3.2-1b": llama.LLAMA_3_2_1B,
+    "llama-3.1-8b": llama.LLAMA_3_1_8B,
+    "llama-3.1-70b": llama.LLAMA_3_1_70B,
+    "qwen3-0.6b": qwen.QWEN3_0_6B,
+    "qwen3-8b": qwen.QWEN3_8B,
+}
+_IN_FP8 = ("llama-3.1-8b", "llama-3.1-70b", "qwen3-0.6b", "qwen3-8b")
 
 PRESETS: Mapping[str, ModelConfig] = MappingProxyType(
-    {
-        "tiny": llama.TINY,
-        "llama-3.2-1b": llama.LLAMA_3_2_1B,
-        "llama-3.1-8b": llama.LLAMA_3_1_8B,
-        "qwen3-0.6b": qwen.QWEN3_0_6B,
-        "qwen3-8b": qwen.QWEN3_8B,
-    }
+    _PRESETS | {f"{name}-fp8": replace(_PRESETS[name], fp8=Fp8Weights()) for name in _IN_FP8}
 )
 
 PRESETS_OF_BYTES = frozenset({"tiny"})

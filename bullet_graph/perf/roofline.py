@@ -15,12 +15,32 @@ TILE_COLUMNS = 256
 _SPLIT_STEP_SMS = 16
 
 
+PROJECTIONS = ("qkv", "o", "gate_up", "down")
+"""A layer's projections, in the order of :func:`layer_matrices`."""
+
+FP8_BLOCK = 128
+"""Rows and columns of a block of FP8 weights, and columns of FP8 activations, that share a scale."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fp8Weights:
+    """Projections whose weights are FP8 (E4M3), of all layers alike, and whose products are of FP8.
+
+    ``blocks``: a float32 scale for each 128 × 128 block of weights, else for each output channel. ``plain`` are those
+    of :data:`PROJECTIONS` that stay in 16 bits. ``is_stored``: the checkpoint has them so; else loading quantizes them.
+    """
+
+    blocks: bool = False
+    plain: tuple[str, ...] = ()
+    is_stored: bool = False
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderShape:
     """The numbers of a dense decoder that decide its operations and memory traffic.
 
     ``qk_norm``: RMSNorm over each query and key head before RoPE. ``layer_windows``: see :attr:`windows`; empty means
-    none in any layer.
+    none in any layer. ``fp8`` None: all weights are in the model's dtype, as are keys and values without ``fp8_kv``.
     """
 
     vocab_size: int
@@ -33,6 +53,8 @@ class DecoderShape:
     qkv_bias: bool = False
     qk_norm: bool = False
     layer_windows: tuple[int | None, ...] = ()
+    fp8: Fp8Weights | None = None
+    fp8_kv: bool = False
 
     @property
     def q_size(self) -> int:
@@ -60,8 +82,18 @@ class DecoderShape:
 
 
 def kv_cache_bytes_per_token(shape: DecoderShape, *, dtype_bytes: int) -> int:
-    """Bytes of one token's keys and values in all layers."""
-    return 2 * shape.num_layers * shape.kv_size * dtype_bytes
+    """Bytes of one token's keys and values in all layers; ``dtype_bytes`` are those of the model's dtype."""
+    return 2 * shape.num_layers * shape.kv_size * (1 if shape.fp8_kv else dtype_bytes)
+
+
+def fp8_savings(shape: DecoderShape, *, dtype_bytes: int) -> int:
+    """Bytes by which FP8 makes the weights of all layers smaller, less the bytes of their scales."""
+    saved = 0
+    for columns, depth in fp8_matrices(shape):
+        blocks = shape.fp8 is not None and shape.fp8.blocks
+        scales = -(-columns // FP8_BLOCK) * -(-depth // FP8_BLOCK) if blocks else columns
+        saved += columns * depth * (dtype_bytes - 1) - 4 * scales
+    return shape.num_layers * saved
 
 
 def attended_tokens(shape: DecoderShape, context_tokens: float) -> float:
@@ -84,7 +116,7 @@ def decode_weight_bytes(shape: DecoderShape, *, batch_size: int, dtype_bytes: in
     )
     # The final norm, the output head and the embedding rows.
     rest = shape.hidden_size * (1 + shape.vocab_size + batch_size)
-    return (shape.num_layers * layer + rest) * dtype_bytes
+    return (shape.num_layers * layer + rest) * dtype_bytes - fp8_savings(shape, dtype_bytes=dtype_bytes)
 
 
 def decode_step_bytes(shape: DecoderShape, *, batch_size: int, context_tokens: float, dtype_bytes: int) -> float:
@@ -111,6 +143,14 @@ def layer_matrices(shape: DecoderShape) -> tuple[tuple[int, int], ...]:
         (2 * shape.intermediate_size, shape.hidden_size),
         (shape.hidden_size, shape.intermediate_size),
     )
+
+
+def fp8_matrices(shape: DecoderShape) -> tuple[tuple[int, int], ...]:
+    """Those of :func:`layer_matrices` whose products are of FP8."""
+    if shape.fp8 is None:
+        return ()
+    named = zip(PROJECTIONS, layer_matrices(shape), strict=True)
+    return tuple(sizes for name, sizes in named if name not in shape.fp8.plain)
 
 
 def num_waves(rows: float, columns: int, sms: int) -> int:
@@ -148,7 +188,11 @@ class Roofline:
         self._weight_bytes = decode_weight_bytes(shape, batch_size=0, dtype_bytes=dtype_bytes)
         self._head_bytes = shape.hidden_size * shape.vocab_size * dtype_bytes
         self._kv_bytes = kv_cache_bytes_per_token(shape, dtype_bytes=dtype_bytes)
-        self._row_flops = 2 * (self._weight_bytes - self._head_bytes) / dtype_bytes
+        num_weights = (self._weight_bytes + fp8_savings(shape, dtype_bytes=dtype_bytes)) / dtype_bytes
+        self._row_flops = 2 * num_weights - 2 * self._head_bytes / dtype_bytes
+        fp8_flops = 2 * shape.num_layers * sum(columns * depth for columns, depth in fp8_matrices(shape))
+        # As many operations in 16 bits take this long.
+        self._row_flops -= fp8_flops * (1 - spec.tflops / spec.fp8_tflops)
         self._head_flops = 2 * self._head_bytes / dtype_bytes
         self._pair_flops = 4 * shape.num_layers * shape.num_heads * shape.head_dim
         self._overhead_ms = shape.num_layers * spec.layer_overhead_ms

@@ -11,7 +11,7 @@ from bullet_graph.kernels.decode_attention import DecodeBatch, TritonDecodeAtten
 from bullet_graph.kernels.flashinfer_attention import (
     PagedBatch,
     PrefillAttention,
-    needed_modules,
+    cached_modules,
 )
 from bullet_graph.kernels.gpu import Gpu
 from bullet_graph.kernels.memory import KVCache
@@ -50,7 +50,7 @@ class Kernels:
             PrefillAttention(
                 config,
                 cache,
-                modules=needed_modules(Gpu.of(DEVICE), dtype, config),
+                modules=cached_modules(Gpu.of(DEVICE), dtype, config),
                 float_workspace=scratch,
             )
             for _ in range(2)
