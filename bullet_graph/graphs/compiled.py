@@ -250,7 +250,9 @@ def _act_and_mul_quantized_shapes(gate_up: Tensor, _: bool, group: int) -> tuple
 
 
 def _quantized_shapes(x: Tensor, width: int, group: int) -> tuple[Tensor, Tensor]:
-    return x.new_empty(len(x), width, dtype=FP8), x.new_empty(len(x), -(-width // group), dtype=torch.float32)
+    # Not len(x), which would fix the number of rows.
+    rows = x.shape[0]
+    return x.new_empty(rows, width, dtype=FP8), x.new_empty(rows, -(-width // group), dtype=torch.float32)
 
 
 def _linear_fp8(
@@ -261,7 +263,7 @@ def _linear_fp8(
 
 
 def _linear_fp8_shapes(values: Tensor, _: Tensor, dtype: torch.dtype, weight: Tensor, *__: object) -> Tensor:
-    return values.new_empty(len(values), len(weight), dtype=dtype)
+    return values.new_empty(values.shape[0], weight.shape[0], dtype=dtype)
 
 
 _define(

@@ -200,7 +200,7 @@ def _linear_fp8(x: Quantized, linear: Linear, scale: Tensor, out: Tensor | None)
     weight, bias, _, group = linear
     assert group is not None
     out_features, in_features = weight.shape
-    channels = 1 if group == in_features else FP8_BLOCK
+    channels = 1 if len(scale) == out_features else FP8_BLOCK
     block = min(in_features & -in_features, _GEMV_BLOCK)
     if len(x.values) == 1 and block >= _GEMV_LEAST_BLOCK:
         if out is None:
@@ -226,9 +226,10 @@ def matmul_fp8(x: Quantized, linear: Linear, out: Tensor | None = None, *, split
 
     Splits fill the SMs where tiles of the output are few. Their sums are added in one order, so results repeat.
     """
-    weight, bias, scale, group = linear
+    weight, bias, scale, _ = linear
+    assert scale is not None
     rows, (out_features, in_features) = len(x.values), weight.shape
-    is_row_wise = group == in_features
+    is_row_wise = len(scale) == out_features
     if splits > 1:
         target = x.values.new_empty(splits, rows, out_features, dtype=torch.float32)
     else:

@@ -80,6 +80,22 @@ def test_tokens_after_a_long_prompt_and_its_perplexity_equal(
     assert np.exp(ours) == pytest.approx(float(theirs.exp()), rel=1e-3)
 
 
+@pytest.mark.parametrize(("kv_cache_dtype", "tolerance"), [("auto", 0.015), ("fp8", 0.02)])
+def test_fp8_keeps_the_perplexity(model: Model, long_prompt: list[int], kv_cache_dtype: str, tolerance: float) -> None:
+    scored = long_prompt[:SCORED]
+    logits = model.logits(scored)[:-1]
+    theirs = torch.nn.functional.cross_entropy(logits, torch.tensor(scored[1:])).exp()
+    limits = {"device": "cpu", "max_model_len": 512, "max_num_seqs": 1, "kv_cache_bytes": 2**26}
+    formats = {"quantization": "fp8", "kv_cache_dtype": kv_cache_dtype}
+    with Engine(str(model.folder), **limits, **formats) as engine:  # type: ignore[arg-type]
+        (output,) = engine.generate(scored, SamplingParams(max_tokens=0, prompt_logprobs=0), use_tqdm=False)
+    assert output.prompt_logprobs is not None
+    ours = np.exp(-np.mean([entry.logprob for entry in output.prompt_logprobs if entry is not None]))
+    # Another computation, of about the same quality.
+    assert ours != pytest.approx(float(theirs), rel=1e-6)
+    assert ours == pytest.approx(float(theirs), rel=tolerance)
+
+
 def test_a_chat_over_the_server(model: Model) -> None:
     messages = [{"role": "user", "content": "What is the capital of France? Answer in one word."}]
     theirs = AutoTokenizer.from_pretrained(model.folder)

@@ -193,7 +193,6 @@ REFUSED: list[tuple[dict[str, Any], str, Any, type[ModelError]]] = [
     (QWEN3, "layer_types", "full_attention", UnsupportedModelError),
     (MISTRAL, "sliding_window", 0, ModelError),
     (MISTRAL, "sliding_window", "4096", ModelError),
-    (LLAMA, "quantization_config", {"quant_method": "awq"}, UnsupportedModelError),
     (LLAMA, "compression_config", {}, UnsupportedModelError),
     (LLAMA, "partial_rotary_factor", 0.5, UnsupportedModelError),
     (LLAMA, "torch_dtype", "float8_e4m3fn", UnsupportedModelError),
