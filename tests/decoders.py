@@ -29,7 +29,7 @@ VARIANTS: dict[str, ModelConfig] = {
         embedding_multiplier=11.3,
     ),
     "fp8": replace(TINY, fp8=Fp8Weights()),
-    "fp8 blocks": replace(TINY, fp8=Fp8Weights(blocks=True, plain=("qkv",))),
+    "fp8-blocks": replace(TINY, fp8=Fp8Weights(blocks=True, plain=("qkv",))),
     "granite": replace(TINY, attention_scale=0.1, residual_multiplier=0.3, logits_divisor=7.0),
     "olmo2": replace(TINY, norms="after", qk_norm=True, qk_norm_spans_heads=True),
     "phi3": replace(TINY, rotary_dim=48),

@@ -65,11 +65,11 @@ def dequantize_weight(weight: Tensor, scale: Tensor) -> Tensor:
 
 
 def linear_fp8(x: Quantized, weight: Tensor, scale: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
-    """x @ weight.T + bias in x.dtype, [rows, out]: by torch's kernel on a GPU for scales of channels, else emulated.
+    """x @ weight.T + bias in x.dtype, [rows, out]: on a GPU, bfloat16 and scales of channels have torch's kernel.
 
-    The emulation sums the same operands in float32.
+    All else is emulated: the same operands are summed in float32.
     """
-    if weight.is_cuda and len(scale) == len(weight):
+    if weight.is_cuda and x.dtype is torch.bfloat16 and len(scale) == len(weight):
         return torch._scaled_mm(
             *(x.values, weight.t(), x.scales, scale.t(), bias), out_dtype=x.dtype, use_fast_accum=True, out=out
         )

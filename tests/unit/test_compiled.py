@@ -30,7 +30,7 @@ def decoder(request: pytest.FixtureRequest) -> Decoder:
 
 
 all_variants = pytest.mark.parametrize(
-    "decoder", ["plain", "gemma3", "granite", "olmo2", "fp8", "fp8 blocks"], indirect=True
+    "decoder", ["plain", "gemma3", "granite", "olmo2", "fp8", "fp8-blocks"], indirect=True
 )
 
 

@@ -130,7 +130,7 @@ def test_the_eager_lane_equals_the_reference(
     assert runs == [(backends[kind], kind, count) for kind, count in prefill_runs]
 
 
-@pytest.mark.parametrize("variant", ["plain", "qwen2", "gemma3", "olmo2", "fp8", "fp8 blocks"])
+@pytest.mark.parametrize("variant", ["plain", "qwen2", "gemma3", "olmo2", "fp8", "fp8-blocks"])
 @torch.inference_mode()
 def test_scales_of_keys_and_values_change_what_is_cached_alone(variant: str) -> None:
     def run(decoder: Decoder) -> torch.Tensor:
@@ -170,7 +170,7 @@ def test_bytes_follow_the_format() -> None:
 
 
 def test_weights_take_the_memory_that_the_ledger_counts() -> None:
-    for variant in ("fp8", "fp8 blocks", "plain"):
+    for variant in ("fp8", "fp8-blocks", "plain"):
         config = replace(VARIANTS[variant], fp8_kv=True)
         decoder = new_decoder(config, num_blocks=3)
         layers = [layer.attention.qkv for layer in decoder.weights.layers]
