@@ -6,8 +6,9 @@ from typing import Literal
 
 from bullet_graph.errors import UnsupportedModelError
 from bullet_graph.models.json_files import JsonObject, read_json_object
+from bullet_graph.models.quantization import read_quantization
 from bullet_graph.models.rope import Rope, read_rope
-from bullet_graph.perf.roofline import DecoderShape, num_weights
+from bullet_graph.perf.roofline import DecoderShape, fp8_savings, num_weights
 
 DtypeName = Literal["bfloat16", "float16", "float32"]
 
@@ -15,9 +16,9 @@ DTYPE_BYTES: Mapping[DtypeName, int] = {"bfloat16": 2, "float16": 2, "float32": 
 
 _GELU = "gelu_pytorch_tanh"
 _SLIDING, _FULL = "sliding_attention", "full_attention"
-_REFUSED = dict.fromkeys(
-    ("quantization_config", "compression_config"), "only bf16, fp16 and fp32 weights are read"
-) | dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping"), "soft caps are not implemented")
+_REFUSED = {"compression_config": "only bf16, fp16, fp32 and FP8 weights are read"} | dict.fromkeys(
+    ("attn_logit_softcapping", "final_logit_softcapping"), "soft caps are not implemented"
+)
 """Keys that must be absent, and why."""
 _MAX_EOS_IDS = 1024
 _MAX_VOCAB, _MAX_LAYERS, _MAX_HEADS, _MAX_HEAD_DIM, MAX_WIDTH = 2**24, 2**10, 2**12, 2**12, 2**20
@@ -97,6 +98,11 @@ class ModelConfig(DecoderShape):
         least = num_weights(self, embedding_rows=embedding_rows, experts=self.num_experts)
         return round(least) + self.num_layers * more_norms
 
+    def weight_bytes(self, dtype_bytes: int) -> int:
+        """Memory of all weights, scales included; ``dtype_bytes`` are of those that are not FP8."""
+        saved = fp8_savings(self, dtype_bytes=dtype_bytes, experts=self.num_experts)
+        return self.num_parameters * dtype_bytes - round(saved)
+
 
 def with_padded_heads(config: ModelConfig, head_dims: tuple[int, ...]) -> ModelConfig:
     """The same model with heads of one of these sizes, ascending, as kernels need them; unchanged if none will do.
@@ -150,6 +156,7 @@ def read_dense_config(
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         layer_windows=() if slides is None else _layer_windows(config, num_layers, slides),
+        fp8=read_quantization(config, num_layers, fused_projections=fused_projections),
         max_position_embeddings=config.read("max_position_embeddings", int),
         rms_norm_eps=config.read("rms_norm_eps", float),
         rope=rope,

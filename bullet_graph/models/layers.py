@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from bullet_graph.kernels.fp8 import Quantized
 from bullet_graph.kernels.ops import Experts, HeadNorms, Linear, TorchOps
 
 
@@ -91,8 +92,8 @@ def attention_input(
 
     They are in ``out`` and ``summed``, or new memory.
     """
-    x, residual = _add_norm(ops, x, residual, norm, eps, summed)
-    projected = ops.linear(x, qkv, out=out)
+    rows, residual = _add_norm(ops, x, residual, norm, eps, qkv, summed)
+    projected = ops.linear(rows, qkv, out=out)
     if norms is not None:
         q_size, k_size = len(norms.q), len(norms.k)
         ops.rms_norm_(projected[:, :q_size], norms.q, eps)
@@ -113,28 +114,46 @@ def attention_output(
     eps: float,
 ) -> tuple[Tensor, Tensor]:
     """Project, norm, MLP, after attention; returns (x [rows, hidden_size], residual)."""
-    x = _normed_output(ops, ops.linear(attended, o), attended_norm, multiplier, eps)
-    x, residual = _add_norm(ops, x, residual, mlp_norm, eps)
-    x = ops.linear(ops.glu(x, mlp.gate_up, mlp.gelu), mlp.down) if isinstance(mlp, Mlp) else _mixture(ops, x, mlp)
+    group = o.group
+    rows = attended if group is None else ops.quantize(attended, group)
+    x = _normed_output(ops, ops.linear(rows, o), attended_norm, multiplier, eps)
+    into = mlp.gate_up if isinstance(mlp, Mlp) else mlp.experts.router
+    rows, residual = _add_norm(ops, x, residual, mlp_norm, eps, into)
+    x = _glu_output(ops, rows, mlp) if isinstance(mlp, Mlp) else _mixture(ops, rows, mlp)
     return _normed_output(ops, x, output_norm, multiplier, eps), residual
 
 
-def _mixture(ops: TorchOps, x: Tensor, mixture: Mixture) -> Tensor:
+def _glu_output(ops: TorchOps, rows: Tensor | Quantized, mlp: Mlp) -> Tensor:
+    return ops.linear(ops.glu(rows, mlp.gate_up, mlp.gelu, mlp.down.group), mlp.down)
+
+
+def _mixture(ops: TorchOps, x: Tensor | Quantized, mixture: Mixture) -> Tensor:
+    assert isinstance(x, Tensor), "the router's rows are not quantized"
     out = ops.experts(x, mixture.experts)
     if mixture.shared is None or mixture.shared_gate is None:
         return out
-    shared = ops.linear(ops.glu(x, mixture.shared.gate_up), mixture.shared.down)
+    group = mixture.shared.gate_up.group
+    shared = _glu_output(ops, x if group is None else ops.quantize(x, group), mixture.shared)
     return out + torch.sigmoid(ops.linear(x, mixture.shared_gate)) * shared
 
 
 def _add_norm(
-    ops: TorchOps, x: Tensor, residual: Tensor, norm: Tensor | None, eps: float, summed: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """A sub-layer's input, and the new residual."""
-    if norm is not None:
+    ops: TorchOps,
+    x: Tensor,
+    residual: Tensor,
+    norm: Tensor | None,
+    eps: float,
+    into: Linear,
+    summed: Tensor | None = None,
+) -> tuple[Tensor | Quantized, Tensor]:
+    """A sub-layer's input, quantized if its first projection is, and the new residual."""
+    group = into.group
+    if norm is None:
+        summed = torch.add(x, residual, out=summed)
+        return (summed if group is None else ops.quantize(summed, group)), summed
+    if group is None:
         return ops.add_rms_norm(x, residual, norm, eps, summed)
-    summed = torch.add(x, residual, out=summed)
-    return summed, summed
+    return ops.add_rms_norm_quantized(x, residual, norm, eps, group, summed)
 
 
 def _normed_output(ops: TorchOps, x: Tensor, norm: Tensor | None, multiplier: float, eps: float) -> Tensor:

@@ -150,7 +150,7 @@ def _check(table: PerfTable, shape: DecoderShape) -> None:
         )
     if dict(table.key.shape) != shape_numbers(shape):
         raise PerfTableError(
-            f"the performance table is of {table.key.model}, another model than the one to predict: "
+            f"the performance table is of {table.key.model}, another model or number format than the one to predict: "
             "run `bullet-graph profile` for this one"
         )
     if table.key.dtype not in _DTYPE_BYTES:
