@@ -70,9 +70,11 @@ def linear_fp8(x: Quantized, weight: Tensor, scale: Tensor, bias: Tensor | None,
     All else is emulated: the same operands are summed in float32.
     """
     if weight.is_cuda and x.dtype is torch.bfloat16 and len(scale) == len(weight):
-        return torch._scaled_mm(
-            *(x.values, weight.t(), x.scales, scale.t(), bias), out_dtype=x.dtype, use_fast_accum=True, out=out
+        result: Tensor = torch._scaled_mm(
+            *(x.values, weight.t(), x.scales, scale.t()), out_dtype=x.dtype, use_fast_accum=True, out=out
         )
+        # cuBLAS refuses a bias beside scales of channels for some shapes (CUBLAS_STATUS_NOT_SUPPORTED).
+        return result if bias is None else result.add_(bias)
     wide, parts = _dequantized(x), []
     of_scale = _EMULATED_CHANNELS if len(scale) == len(weight) else _EMULATED_CHANNELS // FP8_BLOCK
     for some, its_scale in zip(weight.split(_EMULATED_CHANNELS), scale.split(of_scale), strict=True):
