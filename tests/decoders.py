@@ -36,6 +36,10 @@ VARIANTS: dict[str, ModelConfig] = {
     "smollm3": replace(TINY, layer_ropes=(None, TINY.rope) * 2),
     "experts": PRESETS["tiny-moe"],
     "shared expert": replace(PRESETS["tiny-moe"], shared_expert_intermediate_size=64, renormalize_experts=False),
+    "fp8 experts": replace(
+        PRESETS["tiny-moe"], expert_intermediate_size=128, shared_expert_intermediate_size=64, fp8=Fp8Weights()
+    ),
+    "fp8-blocks experts": replace(PRESETS["tiny-moe"], expert_intermediate_size=128, fp8=Fp8Weights(blocks=True)),
     "skewed router": replace(PRESETS["tiny-moe"], router_bias=True),
 }
 """Each way in which layers differ between families."""

@@ -57,7 +57,11 @@ def write_fp8_checkpoint(
     for name, tensor in load_file(folder / "model.safetensors").items():
         dequantized[name] = stored[name] = tensor
         module = name.removesuffix(".weight")
-        if not module.endswith("_proj") or module.endswith(plain or ("nothing",)) or name.endswith(".bias"):
+        if (
+            not module.endswith(("_proj", ".w1", ".w2", ".w3"))
+            or module.endswith(plain or ("nothing",))
+            or name.endswith(".bias")
+        ):
             continue
         values, scale = _quantized(tensor, granularity)
         dequantized[name] = dequantize_weight(values, scale.expand(len(values), 1) if scale.dim() < 2 else scale)

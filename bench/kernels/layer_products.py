@@ -33,7 +33,8 @@ from bench.record import write_report
 from bullet_graph.kernels.fp8 import Quantized, quantize_weight
 from bullet_graph.kernels.gpu import Gpu, fitting_blas
 from bullet_graph.kernels.ops import Linear
-from bullet_graph.kernels.triton_ops import TritonOps, matmul_fp8
+from bullet_graph.kernels.triton_fp8 import matmul_fp8
+from bullet_graph.kernels.triton_ops import TritonOps
 from bullet_graph.models.config import ModelConfig
 from bullet_graph.models.presets import PRESETS
 from bullet_graph.perf.roofline import PROJECTIONS, layer_projections

@@ -30,6 +30,10 @@ class Quantized(NamedTuple):
     scales: Tensor
     dtype: torch.dtype
 
+    def rows(self, at: Tensor) -> "Quantized":
+        """Copies of the rows with these indices."""
+        return Quantized(self.values[at], self.scales[at], self.dtype)
+
 
 def quantize(x: Tensor, group: int) -> Quantized:
     """Quantize rows [rows, width]; ``group`` columns share a scale."""

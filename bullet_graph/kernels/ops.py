@@ -60,6 +60,7 @@ class Experts(NamedTuple):
     ``router`` gives num_experts columns. Weights of all experts are stacked: ``gate_up`` [num_experts, 2 *
     intermediate_size, hidden_size], gate's rows first, ``down`` [num_experts, hidden_size, intermediate_size]. An
     expert's output counts by its softmax over all experts; with ``renormalize``, those of a row's experts add up to 1.
+    Scales of FP8 are stacked too; the router has none.
     """
 
     router: Linear
@@ -141,15 +142,19 @@ class TorchOps:
     def experts(self, x: Tensor, experts: Experts) -> Tensor:
         """Add up the outputs of each row's experts, times their weights: [rows, hidden_size] to the same.
 
+        The router takes the rows as they are. Experts in FP8 take them quantized, and so does ``down`` what it takes.
         Outputs are added in float32, from the highest weight to the lowest, and rounded once. The loop reads on the
         host which experts are chosen: neither a compiler nor a capture can take it.
         """
         weights, chosen = route(self.linear(x, experts.router), experts.top_k, renormalize=experts.renormalize)
-        outputs = x.new_empty(*chosen.shape, x.shape[1])
+        outputs, reference = x.new_empty(*chosen.shape, x.shape[1]), TorchOps()
+        group = experts.gate_up.group
+        rows = x if group is None else TorchOps.quantize(x, group)
         for expert in chosen.unique().tolist():
             at = torch.where(chosen == expert)
-            product = x[at[0]] @ experts.gate_up.weight[expert].t()
-            outputs[at] = TorchOps.act_and_mul(product) @ experts.down.weight[expert].t()
+            own = rows[at[0]] if isinstance(rows, Tensor) else rows.rows(at[0])
+            activated = reference.glu(own, experts.gate_up.of_expert(expert), group=experts.down.group)
+            outputs[at] = reference.linear(activated, experts.down.of_expert(expert))
         return (outputs.float() * weights[..., None]).sum(1).to(x.dtype)
 
     @staticmethod

@@ -12,13 +12,11 @@ from bullet_graph.kernels.fp8 import FP8, Quantized
 from bullet_graph.kernels.gpu import Gpu
 from bullet_graph.kernels.ops import Experts, HeadNorms, KeysValues, Linear, RowInputs, TorchOps
 from bullet_graph.kernels.sampler import SamplingState
+from bullet_graph.kernels.triton_fp8 import GEMV_BLOCK, GEMV_LEAST_BLOCK, linear_fp8, new_quantized, quantize
 from bullet_graph.kernels.triton_moe import experts_output
-from bullet_graph.perf.roofline import FP8_BLOCK
 
 _HEADS_BLOCK = 16
 _VOCAB_BLOCK = 4096
-_GEMV_BLOCK = 4096
-_GEMV_LEAST_BLOCK = 128
 
 FUSED_SWIGLU_MIN_ROWS = 640
 """The fused SwiGLU product is used from this number of rows on.
@@ -78,7 +76,7 @@ class TritonOps(TorchOps):
         x: Tensor, residual: Tensor, weight: Tensor, eps: float, group: int, summed: Tensor | None = None
     ) -> tuple[Quantized, Tensor]:
         rows, hidden_size = x.shape
-        out, sizes = _new_quantized(x, rows, hidden_size, group)
+        out, sizes = new_quantized(x, rows, hidden_size, group)
         summed = torch.empty_like(x) if summed is None else summed
         if rows:
             fp8_kernels.add_rms_norm_quantize_kernel[(rows,)](
@@ -88,11 +86,7 @@ class TritonOps(TorchOps):
 
     @staticmethod
     def quantize(x: Tensor, group: int) -> Quantized:
-        rows, width = x.shape
-        out, sizes = _new_quantized(x, rows, width, group)
-        if rows:
-            fp8_kernels.quantize_kernel[(rows,)](x, out.values, out.scales, width, **sizes)
-        return out
+        return quantize(x, group)
 
     @staticmethod
     def rms_norm_(x: Tensor, weight: Tensor, eps: float) -> None:
@@ -108,11 +102,11 @@ class TritonOps(TorchOps):
         weight, bias, scale, _ = linear
         if scale is not None:
             assert isinstance(x, Quantized)
-            return _linear_fp8(x, linear, scale, out)
+            return linear_fp8(x, linear, scale, out)
         assert isinstance(x, Tensor)
         out_features, in_features = weight.shape
-        block = min(in_features & -in_features, _GEMV_BLOCK)  # the largest power of two that divides it
-        if len(x) != 1 or block < _GEMV_LEAST_BLOCK:
+        block = min(in_features & -in_features, GEMV_BLOCK)  # the largest power of two that divides it
+        if len(x) != 1 or block < GEMV_LEAST_BLOCK:
             return TorchOps.linear(x, linear, out)
         if out is None:
             out = x.new_empty(1, out_features)
@@ -134,7 +128,7 @@ class TritonOps(TorchOps):
     @staticmethod
     def act_and_mul_quantized(gate_up: Tensor, gelu: bool, group: int) -> Quantized:
         rows, intermediate_size = gate_up.shape[0], gate_up.shape[1] // 2
-        out, sizes = _new_quantized(gate_up, rows, intermediate_size, group)
+        out, sizes = new_quantized(gate_up, rows, intermediate_size, group)
         if rows:
             fp8_kernels.act_and_mul_quantize_kernel[(rows,)](
                 gate_up, out.values, out.scales, intermediate_size, GELU=gelu, **sizes
@@ -182,79 +176,6 @@ class TritonOps(TorchOps):
             FP8=cache[0].dtype is FP8,
         )
         return q
-
-
-def _new_quantized(like: Tensor, rows: int, width: int, group: int) -> tuple[Quantized, dict[str, int]]:
-    """Memory for quantized rows, and the layout of the kernel that writes them, a row a program."""
-    out = Quantized(
-        like.new_empty(rows, width, dtype=FP8),
-        like.new_empty(rows, triton.cdiv(width, group), dtype=torch.float32),
-        like.dtype,
-    )
-    block = triton.next_power_of_2(max(width, group))
-    return out, {
-        "BLOCK": block,
-        "GROUP": min(block, triton.next_power_of_2(group)),
-        "num_warps": min(max(block // 512, 1), 16),
-    }
-
-
-def _linear_fp8(x: Quantized, linear: Linear, scale: Tensor, out: Tensor | None) -> Tensor:
-    """The product for this number of rows and these scales."""
-    weight, bias, _, group = linear
-    assert group is not None
-    out_features, in_features = weight.shape
-    channels = 1 if len(scale) == out_features else FP8_BLOCK
-    block = min(in_features & -in_features, _GEMV_BLOCK)
-    if len(x.values) == 1 and block >= _GEMV_LEAST_BLOCK:
-        if out is None:
-            out = x.values.new_empty(1, out_features, dtype=x.dtype)
-        fp8_kernels.gemv_fp8_kernel[(out_features,)](
-            *(x.values, x.scales, weight, scale, bias, out),
-            IN_FEATURES=in_features,
-            HAS_BIAS=bias is not None,
-            BLOCK=block,
-            GROUP=group,
-            CHANNELS=channels,
-            num_warps=4,
-        )
-        return out
-    if channels == 1:
-        return TorchOps.linear(x, linear, out)
-    # torch's kernels for blocks want scales in other orders.
-    return matmul_fp8(x, linear, out)
-
-
-def matmul_fp8(x: Quantized, linear: Linear, out: Tensor | None = None, *, splits: int = 1) -> Tensor:
-    """As :func:`bullet_graph.kernels.fp8.linear_fp8`, by a Triton kernel that divides columns among ``splits``.
-
-    Splits fill the SMs where tiles of the output are few. Their sums are added in one order, so results repeat.
-    """
-    weight, bias, scale, _ = linear
-    assert scale is not None
-    rows, (out_features, in_features) = len(x.values), weight.shape
-    is_row_wise = len(scale) == out_features
-    if splits > 1:
-        target = x.values.new_empty(splits, rows, out_features, dtype=torch.float32)
-    else:
-        target = x.values.new_empty(rows, out_features, dtype=x.dtype) if out is None else out
-    tile_m = min(max(triton.next_power_of_2(rows), 16), 128)
-    tiles = triton.cdiv(rows, tile_m) * triton.cdiv(out_features, 128)
-    if tiles:
-        fp8_kernels.matmul_fp8_kernel[(tiles, splits)](
-            *(x.values, x.scales, weight, scale, bias, target, rows, out_features, in_features),
-            HAS_BIAS=bias is not None,
-            BLOCK_M=tile_m,
-            BLOCK_N=128,
-            BLOCK_K=128,
-            GROUP=0 if is_row_wise else FP8_BLOCK,
-            CHANNELS=1 if is_row_wise else FP8_BLOCK,
-            STAGES=4 if tile_m <= 64 else 3,
-            num_warps=4 if tile_m <= 64 else 8,
-        )
-    if splits == 1:
-        return target
-    return target.sum(0).to(x.dtype) if out is None else out.copy_(target.sum(0))
 
 
 def can_fuse(x: Tensor, gate_up_weight: Tensor) -> bool:

@@ -281,13 +281,14 @@ def _check_blocks(config: ModelConfig) -> None:
     """Refuse blocks of weights that cross two modules, or whose rows would be held in another order."""
     if config.fp8 is None or not config.fp8.blocks:
         return
-    sizes = () if config.fused_projections else (config.q_size, config.kv_size, config.intermediate_size)
+    of_mlp = [size for size in (config.expert_intermediate_size, config.dense_mlp_size) if size]
+    sizes = () if config.fused_projections else (config.q_size, config.kv_size, *of_mlp)
     if any(size % FP8_BLOCK for size in sizes) or config.rotary_dim is not None:
         raise UnsupportedModelError(
             f"FP8 weights in blocks of {FP8_BLOCK} need q, k, v, gate and up of multiples of {FP8_BLOCK} channels, and "
             f"whole heads of 64, 128 or 256; the model has q_size {config.q_size}, kv_size {config.kv_size}, "
-            f"intermediate_size {config.intermediate_size}, head_dim {config.stored_head_dim or config.head_dim}: take "
-            "the 16-bit checkpoint"
+            f"intermediate_size {' and '.join(map(str, of_mlp))}, head_dim "
+            f"{config.stored_head_dim or config.head_dim}: take the 16-bit checkpoint"
         )
 
 

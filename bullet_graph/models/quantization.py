@@ -5,7 +5,7 @@ name. A checkpoint's scales of activations are not used: activations are quantiz
 least as accurate.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import NoReturn, TypeVar
@@ -14,7 +14,9 @@ from bullet_graph.errors import UnsupportedModelError
 from bullet_graph.models.json_files import JsonObject
 from bullet_graph.perf.roofline import FP8_BLOCK, PROJECTIONS, DecoderShape, Fp8Weights
 
-MODULES = {
+Modules = Mapping[str, tuple[str, ...]]
+
+MODULES: Modules = {
     "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     "o": ("self_attn.o_proj",),
     "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
@@ -22,7 +24,7 @@ MODULES = {
 }
 """Modules of a checkpoint's layer, by the projection that holds them."""
 
-_FUSED_MODULES = MODULES | {"qkv": ("self_attn.qkv_proj",), "gate_up": ("mlp.gate_up_proj",)}
+FUSED_MODULES: Modules = {**MODULES, "qkv": ("self_attn.qkv_proj",), "gate_up": ("mlp.gate_up_proj",)}
 _FP8 = "FP8 (E4M3) of quant_method fp8 or compressed-tensors"
 _Shape = TypeVar("_Shape", bound=DecoderShape)
 _INSTEAD = "take the model's 16-bit checkpoint, with quantization=fp8 if it should be smaller"
@@ -30,12 +32,20 @@ _BLOCK = [FP8_BLOCK, FP8_BLOCK]
 _MAX_IGNORED, _MAX_PATTERNS = 2**16, 64
 
 
-def read_quantization(config: JsonObject, num_layers: int, *, fused_projections: bool) -> Fp8Weights | None:
+def expert_modules(num_experts: int, *, has_shared: bool = False, mixtral_names: bool = False) -> Modules:
+    """As :data:`MODULES`, of a layer with experts; without router and gate, which are never quantized."""
+    block, names = ("block_sparse_moe", "w1 w3 w2") if mixtral_names else ("mlp", "gate_proj up_proj down_proj")
+    experts = [f"{block}.experts.{index}" for index in range(num_experts)] + ["mlp.shared_expert"] * has_shared
+    gate, up, down = names.split()
+    gate_up = tuple(f"{expert}.{name}" for expert in experts for name in (gate, up))
+    return {**MODULES, "gate_up": gate_up, "down": tuple(f"{expert}.{down}" for expert in experts)}
+
+
+def read_quantization(config: JsonObject, num_layers: int, modules: Modules) -> Fp8Weights | None:
     """The format of the weights; None where they are not quantized. UnsupportedModelError for any but FP8."""
     if config.get("quantization_config") is None:
         return None
     found = config.nested("quantization_config")
-    modules = _FUSED_MODULES if fused_projections else MODULES
     if found.get("quant_method") == "fp8":
         blocks, ignored = _read_fp8(found)
     elif found.get("quant_method") == "compressed-tensors":
@@ -94,7 +104,7 @@ def _read_compressed_tensors(found: JsonObject) -> tuple[bool, str]:
     return blocks, "ignore"
 
 
-def _plain(found: JsonObject, key: str, modules: dict[str, tuple[str, ...]], num_layers: int) -> tuple[str, ...]:
+def _plain(found: JsonObject, key: str, modules: Modules, num_layers: int) -> tuple[str, ...]:
     """The projections that stay in 16 bits: of all layers, and with all that are fused with them."""
     entries = found.get(key) or []
     if not isinstance(entries, list) or len(entries) > _MAX_IGNORED or not all(isinstance(e, str) for e in entries):
@@ -112,8 +122,8 @@ def _plain(found: JsonObject, key: str, modules: dict[str, tuple[str, ...]], num
             _refuse(
                 found,
                 key,
-                f"alike in all layers, and for all of {', '.join(modules[projection])} (of {len(names)} such modules, "
-                f"{ignored} stay in 16 bits)",
+                f"alike in all layers, and for all of {', '.join(modules[projection][:6])} (of {len(names)} such "
+                f"modules, {ignored} stay in 16 bits)",
             )
     if len(plain) == len(PROJECTIONS):
         _refuse(found, key, "no list of all projections")

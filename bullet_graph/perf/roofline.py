@@ -73,7 +73,9 @@ class DecoderShape:
     @property
     def mlp_result_size(self) -> int:
         """Widths of a row's intermediate results in the MLP, added up."""
-        routed = self.experts_per_token * (self.expert_intermediate_size + self.hidden_size)
+        # Both as computed, and in FP8.
+        copies = 1 if self.fp8 is None else 2
+        routed = self.experts_per_token * (copies * self.expert_intermediate_size + self.hidden_size)
         return routed + 3 * self.dense_mlp_size + 2 * self.num_experts
 
     @property

@@ -12,7 +12,8 @@ from bullet_graph.graphs.compiled import TritonNormOps, compiled_functions
 from bullet_graph.kernels.fp8 import linear_fp8, quantize_weight
 from bullet_graph.kernels.gpu import Gpu
 from bullet_graph.kernels.ops import Linear, TorchOps
-from bullet_graph.kernels.triton_ops import TritonOps, matmul_fp8
+from bullet_graph.kernels.triton_fp8 import matmul_fp8
+from bullet_graph.kernels.triton_ops import TritonOps
 from bullet_graph.models.layers import eager_functions
 
 pytestmark = pytest.mark.gpu

@@ -38,7 +38,7 @@ def decoder(request: pytest.FixtureRequest) -> Decoder:
 
 all_variants = pytest.mark.parametrize(
     "decoder",
-    ["plain", "gemma3", "granite", "olmo2", "shared expert", "skewed router", "fp8", "fp8-blocks"],
+    ["plain", "gemma3", "granite", "olmo2", "shared expert", "skewed router", "fp8", "fp8-blocks", "fp8 experts"],
     indirect=True,
 )
 

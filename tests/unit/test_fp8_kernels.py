@@ -11,7 +11,8 @@ from bullet_graph.kernels.ops import Linear, TorchOps
 
 pytest.importorskip("triton", reason="Triton is published for Linux only")
 
-from bullet_graph.kernels.triton_ops import TritonOps, matmul_fp8
+from bullet_graph.kernels.triton_fp8 import matmul_fp8
+from bullet_graph.kernels.triton_ops import TritonOps
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="runs Triton's interpreter")
 
