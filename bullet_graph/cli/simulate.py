@@ -194,14 +194,7 @@ class Simulator:
         """The fields that all runs share, for a JSON file."""
         config, plan = self.config, self.capture_plan
         decode_sms = (config.decode_sms or self.performance.decode_sms) if plan is None else plan.decode_sms
-        own = (
-            "seed",
-            "max_num_seqs",
-            "max_num_batched_tokens",
-            "prompt_order",
-            "prefix_caching",
-            "capture_plan",
-        )
+        own = ("seed", "max_num_seqs", "max_num_batched_tokens", "prompt_order", "prefix_caching", "capture_plan")
         return {
             "gpu": self.gpu,
             "performance": self.times,
@@ -244,10 +237,7 @@ def _known_gpu(name: str) -> GpuSpec:
     max_num_seqs=1024,
 )
 @click.option(
-    "--host-overhead-ms",
-    type=click.FloatRange(min=0),
-    default=HOST_OVERHEAD_MS,
-    help="Host time per launch.",
+    "--host-overhead-ms", type=click.FloatRange(min=0), default=HOST_OVERHEAD_MS, help="Host time per launch."
 )
 @click.option(
     "--time-noise",

@@ -55,13 +55,7 @@ class ReferenceAttention(Attention):
     """
 
     def __init__(
-        self,
-        cache: KVCache,
-        *,
-        q_indptr: list[int],
-        kv_lens: list[int],
-        kv_indptr: list[int],
-        kv_indices: Tensor,
+        self, cache: KVCache, *, q_indptr: list[int], kv_lens: list[int], kv_indptr: list[int], kv_indices: Tensor
     ) -> None:
         self._cache = cache
         self._sequences: list[tuple[slice, Tensor, int, dict[int | None, Tensor | None]]] = []

@@ -74,12 +74,7 @@ def _sum_of_partials(
 # The batch lies in the middle of larger buffers: one kernel serves every alignment.
 @triton.jit(
     do_not_specialize=["num_rows"],
-    do_not_specialize_on_alignment=[
-        "kv_indptr_ptr",
-        "block_indptr_ptr",
-        "kv_indices_ptr",
-        "last_block_tokens_ptr",
-    ],
+    do_not_specialize_on_alignment=["kv_indptr_ptr", "block_indptr_ptr", "kv_indices_ptr", "last_block_tokens_ptr"],
 )
 def decode_attention_kernel(
     q_ptr,

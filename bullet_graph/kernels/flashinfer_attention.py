@@ -143,12 +143,7 @@ class PrefillAttention:
     """
 
     def __init__(
-        self,
-        shape: DecoderShape,
-        cache: KVCache,
-        *,
-        modules: Mapping[int | None, ModuleSpec],
-        float_workspace: Tensor,
+        self, shape: DecoderShape, cache: KVCache, *, modules: Mapping[int | None, ModuleSpec], float_workspace: Tensor
     ) -> None:
         self.cache = cache
         self._shape = shape

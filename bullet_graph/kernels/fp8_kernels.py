@@ -69,13 +69,7 @@ def add_rms_norm_quantize_kernel(
 
 @triton.jit
 def act_and_mul_quantize_kernel(
-    gate_up_ptr,
-    values_ptr,
-    scales_ptr,
-    intermediate_size,
-    GELU: tl.constexpr,
-    BLOCK: tl.constexpr,
-    GROUP: tl.constexpr,
+    gate_up_ptr, values_ptr, scales_ptr, intermediate_size, GELU: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr
 ):
     """One row a program, as ``act_and_mul_kernel``, with the same rounding before the last."""
     row = tl.program_id(0).to(tl.int64)

@@ -25,13 +25,7 @@ class KVCache:
     """
 
     def __init__(
-        self,
-        shape: DecoderShape,
-        *,
-        num_blocks: int,
-        block_tokens: int,
-        dtype: torch.dtype,
-        device: torch.device,
+        self, shape: DecoderShape, *, num_blocks: int, block_tokens: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         self.num_blocks = num_blocks
         self.block_tokens = block_tokens

@@ -74,13 +74,7 @@ def act_and_mul_kernel(gate_up_ptr, out_ptr, intermediate_size, GELU: tl.constex
 
 @triton.jit
 def gemv_kernel(
-    x_ptr,
-    weight_ptr,
-    bias_ptr,
-    out_ptr,
-    IN_FEATURES: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    x_ptr, weight_ptr, bias_ptr, out_ptr, IN_FEATURES: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr
 ):
     """One output feature a program: the product of one row with one row of the weights.
 

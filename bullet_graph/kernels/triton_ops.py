@@ -59,13 +59,7 @@ class TritonOps(TorchOps):
         if rows:
             block = triton.next_power_of_2(hidden_size)
             triton_kernels.add_rms_norm_kernel[(rows,)](
-                x,
-                residual,
-                weight,
-                normed,
-                summed,
-                hidden_size,
-                eps,
+                *(x, residual, weight, normed, summed, hidden_size, eps),
                 BLOCK=block,
                 num_warps=min(max(block // 512, 1), 16),
             )
@@ -159,15 +153,9 @@ class TritonOps(TorchOps):
         num_heads = heads - 2 * num_kv_heads
         q = qkv.new_empty(rows, num_heads, head_dim) if out is None else out
         triton_kernels.rope_and_cache_kernel[(rows, triton.cdiv(heads, _HEADS_BLOCK))](
-            qkv,
-            inputs.positions,
-            inputs.kv_slots,
-            inputs.cos_sin,
-            None if norms is None else norms.q,
-            None if norms is None else norms.k,
-            q,
-            *cache,
-            0.0 if norms is None else norms.eps,
+            *(qkv, inputs.positions, inputs.kv_slots, inputs.cos_sin),
+            *((None, None) if norms is None else (norms.q, norms.k)),
+            *(q, *cache, 0.0 if norms is None else norms.eps),
             NUM_HEADS=num_heads,
             NUM_KV_HEADS=num_kv_heads,
             HALF=head_dim // 2,
@@ -226,16 +214,8 @@ def sample(logits: Tensor, slots: Tensor, positions: Tensor, state: SamplingStat
         # instruction.
         for adjusted in (True, False):
             triton_kernels.sample_kernel[(rows,)](
-                logits,
-                slots,
-                positions,
-                state.settings,
-                state.adjustments,
-                state.last_token,
-                out,
-                vocab_size,
-                logits.stride(0),
-                state.adjustments.stride(0),
+                *(logits, slots, positions, state.settings, state.adjustments, state.last_token),
+                *(out, vocab_size, logits.stride(0), state.adjustments.stride(0)),
                 BLOCK=min(_VOCAB_BLOCK, triton.next_power_of_2(vocab_size)),
                 ADJUSTED=adjusted,
                 num_warps=8,
