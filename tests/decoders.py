@@ -39,7 +39,9 @@ VARIANTS: dict[str, ModelConfig] = {
     "fp8 experts": replace(
         PRESETS["tiny-moe"], expert_intermediate_size=128, shared_expert_intermediate_size=64, fp8=Fp8Weights()
     ),
-    "fp8-blocks experts": replace(PRESETS["tiny-moe"], expert_intermediate_size=128, fp8=Fp8Weights(blocks=True)),
+    "fp8-blocks experts": replace(
+        PRESETS["tiny-moe"], expert_intermediate_size=128, fp8=Fp8Weights(blocks=True, plain=("qkv",))
+    ),
     "skewed router": replace(PRESETS["tiny-moe"], router_bias=True),
 }
 """Each way in which layers differ between families."""

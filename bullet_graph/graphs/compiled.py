@@ -266,21 +266,10 @@ def _linear_fp8_shapes(values: Tensor, _: Tensor, dtype: torch.dtype, weight: Te
     return values.new_empty(values.shape[0], weight.shape[0], dtype=dtype)
 
 
-def _experts(
-    x: Tensor,
-    router: Tensor,
-    router_bias: Tensor | None,
-    gate_up: Tensor,
-    gate_up_scale: Tensor | None,
-    gate_up_group: int | None,
-    down: Tensor,
-    down_scale: Tensor | None,
-    down_group: int | None,
-    top_k: int,
-    renormalize: bool,
-) -> Tensor:
-    ops = _triton_ops()() if x.is_cuda else TorchOps()
+def _experts(x: Tensor, *given: Any) -> Tensor:
+    router, router_bias, gate_up, gate_up_scale, gate_up_group, down, down_scale, down_group, top_k, renormalize = given
     first, last = Linear(gate_up, None, gate_up_scale, gate_up_group), Linear(down, None, down_scale, down_group)
+    ops = _triton_ops()() if x.is_cuda else TorchOps()
     out: Tensor = ops.experts(x, Experts(Linear(router, router_bias), first, last, top_k, renormalize))
     return out
 

@@ -75,13 +75,7 @@ def experts_output(x: Tensor, logits: Tensor, experts: Experts, tilings: Tilings
         logits, weights, chosen, counts, rows, NUM_EXPERTS=num_experts, RENORMALIZE=experts.renormalize, **shared
     )
     moe_kernels.sort_kernel[(num_programs,)](
-        chosen,
-        counts,
-        pairs,
-        blocks,
-        rows,
-        num_programs,
-        max_blocks,
+        *(chosen, counts, pairs, blocks, rows, num_programs, max_blocks),
         BLOCK_M=block_m,
         CHUNK=max(_COUNTS // width, 1),
         **shared,
@@ -96,15 +90,7 @@ def experts_output(x: Tensor, logits: Tensor, experts: Experts, tilings: Tilings
             source, scales, _ = quantize(source, group or depth)
         out = x.new_empty(num_pairs, columns)
         moe_kernels.grouped_matmul_kernel[(max_blocks * triton.cdiv(columns, tiling["BLOCK_N"]),)](
-            source,
-            scales,
-            weight,
-            scale,
-            blocks,
-            pairs,
-            weights,
-            out,
-            max_blocks,
+            *(source, scales, weight, scale, blocks, pairs, weights, out, max_blocks),
             COLUMNS=columns,
             DEPTH=depth,
             TOP_K=top_k,

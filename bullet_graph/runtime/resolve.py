@@ -10,13 +10,7 @@ from typing import Any
 import torch
 
 from bullet_graph.config import DeviceName, EngineConfig
-from bullet_graph.errors import (
-    ConfigError,
-    DeviceError,
-    ModelError,
-    SamplingParamsError,
-    UnsupportedModelError,
-)
+from bullet_graph.errors import ConfigError, DeviceError, ModelError, SamplingParamsError, UnsupportedModelError
 from bullet_graph.hardware import GENERIC, GpuSpec, gpu_spec
 from bullet_graph.models.config import ModelConfig, with_padded_heads
 from bullet_graph.models.json_files import read_json_object

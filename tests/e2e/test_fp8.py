@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from checkpoints import Family, write_checkpoint
 from engines import GREEDY, PROMPTS, tokens_of
 from fp8_checkpoints import write_fp8_checkpoint
 from safetensors.torch import load_file, save_file
@@ -27,16 +28,29 @@ def scores(model: str | Path, **settings: object) -> torch.Tensor:
     return torch.tensor([entry.logprob for entry in output.prompt_logprobs if entry is not None])
 
 
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
 @pytest.mark.parametrize("form", ["fp8 block", "compressed channel"])
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8"])
-def test_every_policy_gives_the_same_tokens(tmp_path: Path, form: str, kv_cache_dtype: str) -> None:
-    write_fp8_checkpoint(tmp_path, form, "qwen3", head_dim=64)
+def test_every_policy_gives_the_same_tokens(tmp_path: Path, form: str, kv_cache_dtype: str, family: Family) -> None:
+    write_fp8_checkpoint(tmp_path, form, family, head_dim=64, moe_intermediate_size=128)
     policies = ["serial", "mixed:7", "auto"]
     runs = [
         generated(tmp_path, policy=policy, perf_table="roofline", kv_cache_dtype=kv_cache_dtype) for policy in policies
     ]
-    assert runs[0] == runs[1] == runs[2]
+    # What else is in the batch may change the last bit of an expert's product. Rounding to FP8 then makes it a step,
+    # and the router another choice.
+    least = len(PROMPTS) if family == "qwen3" else len(PROMPTS) / 2
+    for other in runs[1:]:
+        assert sum(a == b for a, b in zip(runs[0], other, strict=True)) >= least
     assert len({tokens for output in runs[0] for each in output for tokens in each}) > 20
+
+
+@pytest.mark.parametrize(("family", "more"), [("mixtral", {}), ("qwen2_moe", {"shared_expert_intermediate_size": 96})])
+def test_experts_that_are_quantized_while_loading(tmp_path: Path, family: Family, more: dict[str, int]) -> None:
+    write_checkpoint(tmp_path, family, hidden_size=256, tokenizer=False, **more)
+    plain, quantized = scores(tmp_path), scores(tmp_path, quantization="fp8")
+    assert 0 < (quantized - plain).abs().mean() < 0.3 * plain.std()
+    assert generated(tmp_path, quantization="fp8", policy="mixed:7") == generated(tmp_path, quantization="fp8")
 
 
 def test_an_fp8_cache_has_room_for_more_tokens() -> None:

@@ -74,7 +74,7 @@ def test_products(rows: int, shape: tuple[int, int], bias: bool, blocks: bool) -
         assert torch.equal(found, matmul_fp8(x, linear, splits=splits))
 
 
-@pytest.mark.parametrize("variant", ["fp8", "fp8-blocks"])
+@pytest.mark.parametrize("variant", ["fp8", "fp8-blocks", "fp8 experts", "fp8-blocks experts"])
 @torch.inference_mode()
 def test_compiled_parts_equal_eager_ones(variant: str) -> None:
 

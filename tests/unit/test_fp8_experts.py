@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import Family
+from checkpoints import Family, write_checkpoint
 from decoders import VARIANTS, new_decoder
 from fp8_checkpoints import FORMS, change_config, write_fp8_checkpoint
 from interpreted_fp8 import rounding
@@ -152,20 +152,18 @@ def test_experts_are_held_as_they_are_stored(
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen2_moe", "qwen3_moe"])
 def test_experts_are_quantized_while_they_are_loaded(tmp_path: Path, family: Family) -> None:
-    from checkpoints import write_checkpoint  # noqa: PLC0415
-
     write_checkpoint(tmp_path, family, tokenizer=False)
     config = load_model_config(tmp_path)
     plain = load(tmp_path)
     weights = load(tmp_path, in_formats(config, quantization="fp8", kv_cache_dtype="auto"))
     for layer, expected in zip(weights.layers, plain.layers, strict=True):
-        for found, own in ((layer.mlp.experts, expected.mlp.experts),):
-            assert torch.equal(found.router.weight, own.router.weight)
-            for linear, wanted in ((found.gate_up, own.gate_up), (found.down, own.down)):
-                for index, weight in enumerate(wanted.weight):
-                    values, scale = quantize_weight(weight, blocks=False)
-                    assert torch.equal(linear.of_expert(index).weight.float(), values.float())
-                    assert torch.equal(linear.scale[index], scale)
+        found, own = layer.mlp.experts, expected.mlp.experts
+        assert torch.equal(found.router.weight, own.router.weight)
+        for linear, wanted in ((found.gate_up, own.gate_up), (found.down, own.down)):
+            for index, weight in enumerate(wanted.weight):
+                values, scale = quantize_weight(weight, blocks=False)
+                assert torch.equal(linear.weight[index].float(), values.float())
+                assert torch.equal(linear.scale[index], scale)
 
 
 def test_what_is_refused(tmp_path: Path) -> None:
@@ -190,7 +188,6 @@ def test_weights_take_the_memory_that_the_ledger_counts(variant: str) -> None:
     config = VARIANTS[variant]
     weights = new_decoder(config, num_blocks=1).weights
     held_bytes = sum(view.nbytes for _, view in checkpoint_views(config, weights))
-    # The gate of the shared expert is not counted as a part of it.
     assert held_bytes == config.weight_bytes(4)
 
 
