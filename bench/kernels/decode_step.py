@@ -191,12 +191,7 @@ def show(rows: list[dict[str, Any]]) -> None:
 @click.option("--seconds", type=click.FloatRange(min=0.05), default=1.0, show_default=True, help="Per step.")
 @output_option
 def main(
-    model: str,
-    rows: tuple[int, ...],
-    context: int,
-    profiled_rows: tuple[int, ...],
-    seconds: float,
-    output_json: Path,
+    model: str, rows: tuple[int, ...], context: int, profiled_rows: tuple[int, ...], seconds: float, output_json: Path
 ) -> None:
     """Measure every batch size, and profile some."""
     config = PRESETS[model]

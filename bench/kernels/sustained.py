@@ -127,12 +127,7 @@ def main(model: str, rows: tuple[int, ...], seconds: float, output_json: Path) -
                 f"{device_text(monitor.report)}"
             )
             cases.append(
-                {
-                    "workload": workload,
-                    **asdict(forward),
-                    "step_ms": round(ms, 4),
-                    "seconds": round(total_s, 4),
-                }
+                {"workload": workload, **asdict(forward), "step_ms": round(ms, 4), "seconds": round(total_s, 4)}
                 | {"tflops": round(tflops, 1), "device": asdict(monitor.report)}
             )
     write_report(output_json, {"model": model, "product_tflops": ceiling, "cases": cases})

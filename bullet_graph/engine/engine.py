@@ -41,10 +41,10 @@ _IMPORTED_PID = os.getpid()
 
 
 class Engine:
-    """An LLM inference engine in this process, on one device.
+    """An LLM inference engine in this process, on one device, or with ``tensor_parallel_size`` on several.
 
     It installs no signal handlers, changes no global logging, environment or torch defaults, and starts no
-    process. Not thread-safe: use :class:`AsyncEngine` from several threads or tasks.
+    process but those of further ranks. Not thread-safe: use :class:`AsyncEngine` from several threads or tasks.
 
     Args:
         model: a Hugging Face model folder, a hub id such as ``Qwen/Qwen3-0.6B``, or a preset's name.

@@ -69,6 +69,8 @@ class GroupCommunicator(Communicator):
         self._reduce, self._gather = c10d.AllreduceOptions(), c10d.AllgatherOptions()
         self._reduce.asyncOp = self._gather.asyncOp = False
         self._can_abort = device.type == "cuda"
+        # Connects here: a capture cannot.
+        self.all_reduce(torch.zeros(1, device=device))
 
     def all_reduce(self, x: Tensor) -> Tensor:
         self._group.allreduce([x], self._reduce).wait()

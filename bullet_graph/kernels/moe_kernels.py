@@ -118,7 +118,9 @@ def sort_kernel(
 @triton.jit(do_not_specialize=["max_blocks"])
 def grouped_matmul_kernel(
     x_ptr,
+    x_scales_ptr,
     weight_ptr,
+    scale_ptr,
     blocks_ptr,
     pairs_ptr,
     pair_weights_ptr,
@@ -128,6 +130,8 @@ def grouped_matmul_kernel(
     DEPTH: tl.constexpr,
     TOP_K: tl.constexpr,
     GLU: tl.constexpr,
+    GROUP: tl.constexpr,
+    CHANNELS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -139,6 +143,9 @@ def grouped_matmul_kernel(
     GLU: from rows [rows, DEPTH] by pair to silu(x @ gate^T) * (x @ up^T) by place, [pairs, COLUMNS]; an expert's
     weights are [2 * COLUMNS, DEPTH]. Else: from rows by place to x @ down^T times the pair's weight, by pair; an
     expert's weights are [COLUMNS, DEPTH].
+
+    CHANNELS 0: 16 bits. Else rows and weights are FP8, and GROUP columns of a row, and of CHANNELS rows of weights,
+    share a scale; GROUP 0: all columns. A group is a multiple of BLOCK_K columns.
     """
     tile_m, tile_n = tile_at(tl.program_id(0), max_blocks, tl.cdiv(COLUMNS, BLOCK_N), GROUP_M)
     expert = tl.load(blocks_ptr + tile_m)
@@ -157,6 +164,11 @@ def grouped_matmul_kernel(
         x_at = x_ptr + rows.to(tl.int64)[:, None] * DEPTH + depths[None, :]
         expert_weights = weight_ptr + expert.to(tl.int64) * (2 * COLUMNS if GLU else COLUMNS) * DEPTH
         weight_at = expert_weights + columns[None, :] * DEPTH + depths[:, None]
+        NUM_GROUPS: tl.constexpr = (DEPTH + GROUP - 1) // GROUP if GROUP > 0 else 1
+        if CHANNELS > 0:
+            NUM_CHANNELS: tl.constexpr = ((2 * COLUMNS if GLU else COLUMNS) + CHANNELS - 1) // CHANNELS
+            x_scales_at = x_scales_ptr + rows * NUM_GROUPS
+            scales_at = scale_ptr + (expert * NUM_CHANNELS + columns // CHANNELS) * NUM_GROUPS
         acc = tl.zeros((BLOCK_M, WIDTH), tl.float32)
         for start in tl.range(0, DEPTH, BLOCK_K, num_stages=STAGES):
             if DEPTH % BLOCK_K == 0:
@@ -165,7 +177,13 @@ def grouped_matmul_kernel(
                 is_inside = depths < DEPTH - start
                 x = tl.load(x_at + start, mask=is_inside[None, :], other=0.0)
                 weight = tl.load(weight_at + start, mask=is_inside[:, None], other=0.0)
-            acc = tl.dot(x, weight, acc)
+            if GROUP > 0:
+                x_scale, scale = tl.load(x_scales_at + start // GROUP), tl.load(scales_at + start // GROUP)
+                acc += tl.dot(x, weight) * x_scale[:, None] * scale[None, :]
+            else:
+                acc = tl.dot(x, weight, acc)
+        if CHANNELS > 0 and GROUP == 0:
+            acc *= tl.load(x_scales_at)[:, None] * tl.load(scales_at)[None, :]
         if GLU:
             # The halves of a column lie in the same thread, so that they are split without a shuffle.
             gate, up = tl.split(tl.permute(tl.reshape(acc, (BLOCK_M, 2, BLOCK_N)), (0, 2, 1)))

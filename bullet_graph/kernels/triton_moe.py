@@ -1,4 +1,7 @@
-"""A mixture of experts as five launches of the Triton kernels in ``moe_kernels``; the host reads nothing back."""
+"""A mixture of experts as launches of the Triton kernels in ``moe_kernels``; the host reads nothing back.
+
+There are five, and with FP8 two more, which quantize what the products take.
+"""
 
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -8,9 +11,13 @@ import triton
 from torch import Tensor
 
 from bullet_graph.kernels import moe_kernels
-from bullet_graph.kernels.ops import Experts
+from bullet_graph.kernels.ops import Experts, Linear
+from bullet_graph.kernels.triton_fp8 import quantize
+from bullet_graph.perf.roofline import FP8_BLOCK
 
 Tiling = Mapping[str, int]
+Tilings = tuple[tuple[float, Tiling, Tiling], ...]
+"""Up to a mean number of rows per expert: layouts of the products gate_up and down, of one BLOCK_M."""
 
 _ROUTED_ROWS = 16
 """Rows of a program that routes or sorts."""
@@ -24,19 +31,21 @@ def _tiling(m: int, n: int, k: int, stages: int, num_warps: int) -> Tiling:
     return MappingProxyType(tiling)
 
 
-TILINGS: tuple[tuple[float, Tiling, Tiling], ...] = (
+TILINGS: Tilings = (
     # Few rows: the weights' stream decides, so many programs with narrow tiles and long loads.
     (16, _tiling(16, 32, 128, 4, 4), _tiling(16, 64, 128, 4, 4)),
     (48, _tiling(64, 64, 64, 4, 4), _tiling(64, 128, 64, 4, 4)),
     (float("inf"), _tiling(128, 64, 64, 4, 8), _tiling(128, 128, 64, 4, 8)),
 )
-"""Up to a mean number of rows per expert: layouts of the products gate_up and down, of one BLOCK_M. Not measured yet;
-of gate and up each, a tile has BLOCK_N columns."""
+"""Not measured yet; of gate and up each, a tile has BLOCK_N columns."""
+
+FP8_TILINGS: Tilings = tuple(
+    (most, {**first, "BLOCK_K": FP8_BLOCK}, {**last, "BLOCK_K": FP8_BLOCK}) for most, first, last in TILINGS
+)
+"""Those of products in FP8, whose elements are half as wide: a step takes the columns that share a scale."""
 
 
-def experts_output(
-    x: Tensor, logits: Tensor, experts: Experts, tilings: tuple[tuple[float, Tiling, Tiling], ...] = TILINGS
-) -> Tensor:
+def experts_output(x: Tensor, logits: Tensor, experts: Experts, tilings: Tilings | None = None) -> Tensor:
     """As :meth:`TorchOps.experts`, from the router's logits [rows, num_experts]; all contiguous, rows at least 1.
 
     Grids and buffers have the most programs and rows that any routing needs, so that a captured launch holds for all.
@@ -46,7 +55,12 @@ def experts_output(
     num_experts, intermediate_size = len(experts.down.weight), experts.down.weight.shape[2]
     num_pairs = rows * top_k
     mean_rows = num_pairs / num_experts
-    _, gate_up_tiling, down_tiling = next(each for each in tilings if mean_rows <= each[0])
+
+    def tilings_of(linear: Linear) -> tuple[Tiling, Tiling]:
+        some = tilings or (TILINGS if linear.scale is None else FP8_TILINGS)
+        return next(each for each in some if mean_rows <= each[0])[1:]
+
+    gate_up_tiling, down_tiling = tilings_of(experts.gate_up)[0], tilings_of(experts.down)[1]
     block_m = gate_up_tiling["BLOCK_M"]
     # Every expert's last block may hold a single pair.
     max_blocks = (num_pairs + min(num_experts, num_pairs) * (block_m - 1)) // block_m
@@ -61,38 +75,34 @@ def experts_output(
         logits, weights, chosen, counts, rows, NUM_EXPERTS=num_experts, RENORMALIZE=experts.renormalize, **shared
     )
     moe_kernels.sort_kernel[(num_programs,)](
-        chosen,
-        counts,
-        pairs,
-        blocks,
-        rows,
-        num_programs,
-        max_blocks,
+        *(chosen, counts, pairs, blocks, rows, num_programs, max_blocks),
         BLOCK_M=block_m,
         CHUNK=max(_COUNTS // width, 1),
         **shared,
     )
 
-    def product(source: Tensor, weight: Tensor, columns: int, tiling: Tiling, *, glu: bool) -> Tensor:
+    def product(source: Tensor, linear: Linear, columns: int, tiling: Tiling, *, glu: bool) -> Tensor:
+        weight, _, scale, group = linear
+        depth, channels, scales = source.shape[1], 0, None
+        if scale is not None and group is not None:
+            # As many scales as channels: each is of all columns.
+            channels, group = (1, 0) if scale.shape[1] == weight.shape[1] else (FP8_BLOCK, group)
+            source, scales, _ = quantize(source, group or depth)
         out = x.new_empty(num_pairs, columns)
         moe_kernels.grouped_matmul_kernel[(max_blocks * triton.cdiv(columns, tiling["BLOCK_N"]),)](
-            source,
-            weight,
-            blocks,
-            pairs,
-            weights,
-            out,
-            max_blocks,
+            *(source, scales, weight, scale, blocks, pairs, weights, out, max_blocks),
             COLUMNS=columns,
-            DEPTH=source.shape[1],
+            DEPTH=depth,
             TOP_K=top_k,
             GLU=glu,
+            GROUP=group or 0,
+            CHANNELS=channels,
             **tiling,
         )
         return out
 
-    activated = product(x, experts.gate_up.weight, intermediate_size, gate_up_tiling, glu=True)
-    outputs = product(activated, experts.down.weight, hidden_size, down_tiling, glu=False)
+    activated = product(x, experts.gate_up, intermediate_size, gate_up_tiling, glu=True)
+    outputs = product(activated, experts.down, hidden_size, down_tiling, glu=False)
     out = torch.empty_like(x)
     block = min(triton.next_power_of_2(hidden_size), _COMBINE_BLOCK)
     moe_kernels.combine_kernel[(rows, triton.cdiv(hidden_size, block))](

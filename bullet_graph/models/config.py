@@ -6,8 +6,9 @@ from typing import Literal
 
 from bullet_graph.errors import UnsupportedModelError
 from bullet_graph.models.json_files import JsonObject, read_json_object
+from bullet_graph.models.quantization import FUSED_MODULES, MODULES, expert_modules, read_quantization
 from bullet_graph.models.rope import Rope, read_rope
-from bullet_graph.perf.roofline import DecoderShape, num_weights
+from bullet_graph.perf.roofline import DecoderShape, fp8_savings, num_weights
 
 DtypeName = Literal["bfloat16", "float16", "float32"]
 
@@ -15,9 +16,9 @@ DTYPE_BYTES: Mapping[DtypeName, int] = {"bfloat16": 2, "float16": 2, "float32": 
 
 _GELU = "gelu_pytorch_tanh"
 _SLIDING, _FULL = "sliding_attention", "full_attention"
-_REFUSED = dict.fromkeys(
-    ("quantization_config", "compression_config"), "only bf16, fp16 and fp32 weights are read"
-) | dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping"), "soft caps are not implemented")
+_REFUSED = {"compression_config": "only bf16, fp16, fp32 and FP8 weights are read"} | dict.fromkeys(
+    ("attn_logit_softcapping", "final_logit_softcapping"), "soft caps are not implemented"
+)
 """Keys that must be absent, and why."""
 _MAX_EOS_IDS = 1024
 _MAX_VOCAB, _MAX_LAYERS, _MAX_HEADS, _MAX_HEAD_DIM, MAX_WIDTH = 2**24, 2**10, 2**12, 2**12, 2**20
@@ -101,6 +102,11 @@ class ModelConfig(DecoderShape):
         least = num_weights(self, embedding_rows=embedding_rows, experts=self.num_experts)
         return round(least) + self.num_layers * more_norms
 
+    def weight_bytes(self, dtype_bytes: int) -> int:
+        """Memory of all weights, scales included; ``dtype_bytes`` are of those that are not FP8."""
+        saved = fp8_savings(self, dtype_bytes=dtype_bytes, experts=self.num_experts)
+        return self.num_parameters * dtype_bytes - round(saved)
+
 
 def with_padded_heads(config: ModelConfig, head_dims: tuple[int, ...]) -> ModelConfig:
     """The same model with heads of one of these sizes, ascending, as kernels need them; unchanged if none will do.
@@ -125,11 +131,13 @@ def read_dense_config(
     *,
     activation_key: str = "hidden_act",
     fused_projections: bool = False,
+    has_experts: bool = False,
     slides: Callable[[int], bool] | None = None,
 ) -> ModelConfig:
     """Read what all families have in common, as transformers 4 or 5 writes it; raises as ``presets.load_model_config``.
 
-    A family replaces what it has of its own. ``slides`` says of a layer whether it has a sliding window where
+    A family replaces what it has of its own; one that ``has_experts`` calls :func:`with_experts`, which reads how the
+    weights are quantized. ``slides`` says of a layer whether it has a sliding window where
     ``layer_types`` does not; None refuses windows.
     """
     _refuse_unsupported_features(config, may_slide=slides is not None)
@@ -143,6 +151,7 @@ def read_dense_config(
     vocab_size = config.read("vocab_size", int, at_most=_MAX_VOCAB)
     num_layers = config.read("num_hidden_layers", int, at_most=_MAX_LAYERS)
     head_dim = _head_dim(config, hidden_size, num_heads)
+    modules = FUSED_MODULES if fused_projections else MODULES
     rope, rotary_dim = read_rope(config, head_dim, can_be_partial=fused_projections)
     return ModelConfig(
         architecture=config.get("architectures")[0],
@@ -154,6 +163,7 @@ def read_dense_config(
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         layer_windows=() if slides is None else _layer_windows(config, num_layers, slides),
+        fp8=None if has_experts else read_quantization(config, num_layers, modules),
         max_position_embeddings=config.read("max_position_embeddings", int),
         rms_norm_eps=config.read("rms_norm_eps", float),
         rope=rope,
@@ -167,7 +177,13 @@ def read_dense_config(
 
 
 def with_experts(
-    model: ModelConfig, config: JsonObject, *, expert_size: int, renormalize: bool, shared_size: int = 0
+    model: ModelConfig,
+    config: JsonObject,
+    *,
+    expert_size: int,
+    renormalize: bool,
+    shared_size: int = 0,
+    mixtral_names: bool = False,
 ) -> ModelConfig:
     """The same model with experts instead of MLPs in all layers; raises as ``presets.load_model_config``.
 
@@ -186,6 +202,7 @@ def with_experts(
     # transformers 5 writes the second for Qwen3.
     key = "num_local_experts" if config.get("num_experts") is None else "num_experts"
     num_experts = config.read(key, int, at_most=_MAX_EXPERTS)
+    modules = expert_modules(num_experts, has_shared=shared_size > 0, mixtral_names=mixtral_names)
     return replace(
         model,
         num_experts=num_experts,
@@ -193,6 +210,8 @@ def with_experts(
         expert_intermediate_size=expert_size,
         shared_expert_intermediate_size=shared_size,
         renormalize_experts=renormalize,
+        mixtral_names=mixtral_names,
+        fp8=read_quantization(config, model.num_layers, modules),
     )
 
 

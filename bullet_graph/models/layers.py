@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from bullet_graph.kernels.fp8 import Quantized
 from bullet_graph.kernels.ops import Experts, HeadNorms, Linear, TorchOps
 
 
@@ -91,8 +92,8 @@ def attention_input(
 
     They are in ``out`` and ``summed``, or new memory.
     """
-    x, residual = _add_norm(ops, x, residual, norm, eps, summed)
-    projected = ops.linear(x, qkv, out=out)
+    rows, residual = _add_norm(ops, x, residual, norm, eps, qkv, summed)
+    projected = ops.linear(rows, qkv, out=out)
     if norms is not None:
         ops.spanning_norms_(projected, norms)
     return projected, residual
@@ -115,7 +116,8 @@ def attention_output(
 
     ``between`` stands in for :func:`mlp_part`, the part between the two sums over ranks.
     """
-    x = ops.all_reduce(ops.linear(attended, o))
+    group = o.group
+    x = ops.all_reduce(ops.linear(attended if group is None else ops.quantize(attended, group), o))
     part = partial(mlp_part, ops) if between is None else between
     x, residual = part(x, residual, attended_norm, mlp_norm, mlp, multiplier, eps)
     return _normed_output(ops, ops.all_reduce(x), output_norm, multiplier, eps), residual
@@ -133,28 +135,42 @@ def mlp_part(
 ) -> tuple[Tensor, Tensor]:
     """Norms around attention's end, and the MLP; returns (x [rows, hidden_size], residual), x before its sum."""
     x = _normed_output(ops, x, attended_norm, multiplier, eps)
-    x, residual = _add_norm(ops, x, residual, mlp_norm, eps)
-    if not isinstance(mlp, Mlp):
-        return _mixture(ops, x, mlp), residual
-    return ops.linear(ops.glu(x, mlp.gate_up, mlp.gelu), mlp.down), residual
+    into = mlp.gate_up if isinstance(mlp, Mlp) else mlp.experts.router
+    rows, residual = _add_norm(ops, x, residual, mlp_norm, eps, into)
+    return _glu_output(ops, rows, mlp) if isinstance(mlp, Mlp) else _mixture(ops, rows, mlp), residual
 
 
-def _mixture(ops: TorchOps, x: Tensor, mixture: Mixture) -> Tensor:
+def _glu_output(ops: TorchOps, rows: Tensor | Quantized, mlp: Mlp) -> Tensor:
+    return ops.linear(ops.glu(rows, mlp.gate_up, mlp.gelu, mlp.down.group), mlp.down)
+
+
+def _mixture(ops: TorchOps, x: Tensor | Quantized, mixture: Mixture) -> Tensor:
+    assert isinstance(x, Tensor), "the router's rows are not quantized"
     out = ops.experts(x, mixture.experts)
     if mixture.shared is None or mixture.shared_gate is None:
         return out
-    shared = ops.linear(ops.glu(x, mixture.shared.gate_up), mixture.shared.down)
+    group = mixture.shared.gate_up.group
+    shared = _glu_output(ops, x if group is None else ops.quantize(x, group), mixture.shared)
     return out + torch.sigmoid(ops.linear(x, mixture.shared_gate)) * shared
 
 
 def _add_norm(
-    ops: TorchOps, x: Tensor, residual: Tensor, norm: Tensor | None, eps: float, summed: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """A sub-layer's input, and the new residual."""
-    if norm is not None:
+    ops: TorchOps,
+    x: Tensor,
+    residual: Tensor,
+    norm: Tensor | None,
+    eps: float,
+    into: Linear,
+    summed: Tensor | None = None,
+) -> tuple[Tensor | Quantized, Tensor]:
+    """A sub-layer's input, quantized if its first projection is, and the new residual."""
+    group = into.group
+    if norm is None:
+        summed = torch.add(x, residual, out=summed)
+        return (summed if group is None else ops.quantize(summed, group)), summed
+    if group is None:
         return ops.add_rms_norm(x, residual, norm, eps, summed)
-    summed = torch.add(x, residual, out=summed)
-    return summed, summed
+    return ops.add_rms_norm_quantized(x, residual, norm, eps, group, summed)
 
 
 def _normed_output(ops: TorchOps, x: Tensor, norm: Tensor | None, multiplier: float, eps: float) -> Tensor:

@@ -2,6 +2,7 @@
 
 import difflib
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
@@ -11,19 +12,25 @@ from bullet_graph.models.config import ModelConfig, read_dense_config
 from bullet_graph.models.families import gemma, granite, llama, mistral, mixtral, olmo, phi, qwen, qwen_moe, smollm
 from bullet_graph.models.hub import download, is_hub_id
 from bullet_graph.models.json_files import JsonObject, read_json_object
+from bullet_graph.perf.roofline import Fp8Weights
+
+_PRESETS = {
+    "tiny": llama.TINY,
+    "llama-3.2-1b": llama.LLAMA_3_2_1B,
+    "llama-3.1-8b": llama.LLAMA_3_1_8B,
+    "llama-3.1-70b": llama.LLAMA_3_1_70B,
+    "qwen3-0.6b": qwen.QWEN3_0_6B,
+    "qwen3-8b": qwen.QWEN3_8B,
+    "tiny-moe": qwen_moe.TINY_MOE,
+    "qwen3-30b-a3b": qwen_moe.QWEN3_30B_A3B,
+    "qwen3-235b-a22b": qwen_moe.QWEN3_235B_A22B,
+    "mixtral-8x7b": mixtral.MIXTRAL_8X7B,
+}
+_NOT_IN_FP8 = ("tiny", "llama-3.2-1b", "tiny-moe")
 
 PRESETS: Mapping[str, ModelConfig] = MappingProxyType(
-    {
-        "tiny": llama.TINY,
-        "llama-3.2-1b": llama.LLAMA_3_2_1B,
-        "llama-3.1-8b": llama.LLAMA_3_1_8B,
-        "qwen3-0.6b": qwen.QWEN3_0_6B,
-        "qwen3-8b": qwen.QWEN3_8B,
-        "tiny-moe": qwen_moe.TINY_MOE,
-        "qwen3-30b-a3b": qwen_moe.QWEN3_30B_A3B,
-        "qwen3-235b-a22b": qwen_moe.QWEN3_235B_A22B,
-        "mixtral-8x7b": mixtral.MIXTRAL_8X7B,
-    }
+    _PRESETS
+    | {f"{name}-fp8": replace(_PRESETS[name], fp8=Fp8Weights()) for name in _PRESETS if name not in _NOT_IN_FP8}
 )
 
 PRESETS_OF_BYTES = frozenset({"tiny", "tiny-moe"})

@@ -74,15 +74,15 @@ def part_of(config: ModelConfig, name: str, shape: tuple[int, ...]) -> Part | No
 
     def share(size: int, *, count: int = ranks, first: int = 0) -> tuple[int, int]:
         """This rank's share of a dimension's ``size`` entries, which ``count`` heads or ranks divide."""
-        held = max(count // ranks, 1) * (size // count)
-        start = first + rank * count // ranks * (size // count)
-        return start, start + held
+        start = first + rank * count // ranks * size // count
+        return start, start + max(count // ranks, 1) * size // count
 
     if projection in ("embed_tokens", "lm_head"):
         first = min(rank * config.vocab_rows, shape[0])
         return Part(0, ((first, min(first + config.vocab_rows, shape[0])),))
     if projection in _BY_INPUTS:
-        return Part(1, (share(shape[1]),))
+        # Scales of channels go with the outputs, which are all here.
+        return None if name.endswith("_scale") and shape[1] == 1 else Part(1, (share(shape[1]),))
     if projection in _BY_OUTPUTS or projection == "q_proj" or (projection == "q_norm" and config.qk_norm_spans_heads):
         return Part(0, (share(shape[0]),))
     if projection in ("k_proj", "v_proj") or (projection == "k_norm" and config.qk_norm_spans_heads):
@@ -91,8 +91,8 @@ def part_of(config: ModelConfig, name: str, shape: tuple[int, ...]) -> Part | No
         half = shape[0] // 2
         return Part(0, (share(half), share(half, first=half)))
     if projection == "qkv_proj":
-        size = shape[0] // (whole.num_heads + 2 * whole.num_kv_heads)
-        q, kv = whole.num_heads * size, whole.num_kv_heads * size
+        heads = whole.num_heads + 2 * whole.num_kv_heads
+        q, kv = (shape[0] * count // heads for count in (whole.num_heads, whole.num_kv_heads))
         keys_and_values = (share(kv, count=whole.num_kv_heads, first=first) for first in (q, q + kv))
         return Part(0, (share(q), *keys_and_values))
     return None

@@ -1,6 +1,7 @@
 """Step times from arithmetic alone: bytes moved, operations, and how well matrix products fill the SMs."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from bullet_graph.hardware import GpuSpec
@@ -17,13 +18,35 @@ EXPERT_TILE_ROWS = 64
 _SPLIT_STEP_SMS = 16
 
 
+PROJECTIONS = ("qkv", "o", "gate_up", "down")
+"""A layer's projections; in a model of experts, gate_up and down are those of every expert."""
+
+FP8_BLOCK = 128
+"""Rows and columns of a block of FP8 weights, and columns of FP8 activations, that share a scale."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fp8Weights:
+    """Projections whose weights are FP8 (E4M3), of all layers alike, and whose products are of FP8.
+
+    ``blocks``: a float32 scale for each 128 × 128 block of weights, else for each output channel. ``plain`` are those
+    of :data:`PROJECTIONS` that stay in 16 bits, of experts too. ``is_stored``: the checkpoint has them so; else loading
+    quantizes them.
+    """
+
+    blocks: bool = False
+    plain: tuple[str, ...] = ()
+    is_stored: bool = False
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderShape:
     """The numbers of a decoder that decide its operations and memory traffic.
 
     ``qk_norm``: RMSNorm over each query and key head before RoPE. ``layer_windows``: see :attr:`windows`; empty means
-    none in any layer. With ``num_experts``, every layer has experts instead of an MLP of ``intermediate_size``. With
-    ``num_ranks``, all sizes but the model's width and vocabulary are those of one rank of tensor parallelism.
+    none in any layer. With ``num_experts``, every layer has experts instead of an MLP of ``intermediate_size``. ``fp8``
+    None: all weights are in the model's dtype, as are keys and values without ``fp8_kv``. With ``num_ranks``, all sizes
+    but the model's width and vocabulary are those of one rank of tensor parallelism.
     """
 
     vocab_size: int
@@ -40,6 +63,8 @@ class DecoderShape:
     experts_per_token: int = 0
     expert_intermediate_size: int = 0
     shared_expert_intermediate_size: int = 0
+    fp8: Fp8Weights | None = None
+    fp8_kv: bool = False
     num_ranks: int = 1
 
     @property
@@ -55,7 +80,9 @@ class DecoderShape:
     @property
     def mlp_result_size(self) -> int:
         """Widths of a row's intermediate results in the MLP, added up."""
-        routed = self.experts_per_token * (self.expert_intermediate_size + self.hidden_size)
+        # Both as computed, and in FP8.
+        copies = 1 if self.fp8 is None else 2
+        routed = self.experts_per_token * (copies * self.expert_intermediate_size + self.hidden_size)
         return routed + 3 * self.dense_mlp_size + 2 * self.num_experts
 
     @property
@@ -84,8 +111,19 @@ class DecoderShape:
 
 
 def kv_cache_bytes_per_token(shape: DecoderShape, *, dtype_bytes: int) -> int:
-    """Bytes of one token's keys and values in all layers."""
-    return 2 * shape.num_layers * shape.kv_size * dtype_bytes
+    """Bytes of one token's keys and values in all layers; ``dtype_bytes`` are those of the model's dtype."""
+    return 2 * shape.num_layers * shape.kv_size * (1 if shape.fp8_kv else dtype_bytes)
+
+
+def fp8_savings(shape: DecoderShape, *, dtype_bytes: int, experts: float) -> float:
+    """Bytes by which FP8 makes the weights of all layers smaller, less their scales', with so many experts a layer."""
+    blocks = shape.fp8 is not None and shape.fp8.blocks
+
+    def saved(matrices: tuple[tuple[int, int], ...]) -> int:
+        scales = (-(-rows // FP8_BLOCK) * -(-depth // FP8_BLOCK) if blocks else rows for rows, depth in matrices)
+        return sum(map(math.prod, matrices)) * (dtype_bytes - 1) - 4 * sum(scales)
+
+    return shape.num_layers * (saved(fp8_matrices(shape)) + experts * saved(fp8_expert_matrices(shape)))
 
 
 def attended_tokens(shape: DecoderShape, context_tokens: float) -> float:
@@ -101,7 +139,8 @@ def decode_weight_bytes(shape: DecoderShape, *, batch_size: int, dtype_bytes: in
     of the embedding table only one row per sequence, and of experts those of :func:`touched_experts`.
     """
     experts = touched_experts(shape, batch_size)
-    return round(num_weights(shape, embedding_rows=batch_size, experts=experts)) * dtype_bytes
+    weights = round(num_weights(shape, embedding_rows=batch_size, experts=experts)) * dtype_bytes
+    return weights - round(fp8_savings(shape, dtype_bytes=dtype_bytes, experts=experts))
 
 
 def num_weights(shape: DecoderShape, *, embedding_rows: int, experts: float) -> float:
@@ -144,22 +183,45 @@ def decode_step_bytes(shape: DecoderShape, *, batch_size: int, context_tokens: f
 # the last wave takes as long as the others however few blocks are left for it.
 
 
-def layer_matrices(shape: DecoderShape) -> tuple[tuple[int, int], ...]:
-    """(output columns, input columns) of the products of all rows: qkv, attention output, gate and up, down.
+def layer_projections(shape: DecoderShape) -> dict[str, tuple[int, int]]:
+    """(output columns, input columns) of the products of all rows, by name of :data:`PROJECTIONS`.
 
-    In a model of experts: the router instead of gate, up and down, and those of a shared expert and its gate.
+    In a model of experts, gate_up and down are those of the shared expert, if there is one.
     """
-    attention = ((shape.q_size + 2 * shape.kv_size, shape.hidden_size), (shape.hidden_size, shape.q_size))
-    size = shape.dense_mlp_size
-    mlp = ((2 * size, shape.hidden_size), (shape.hidden_size, size)) if size else ()
-    gates = ((shape.num_experts + bool(size), shape.hidden_size),) if shape.num_experts else ()
-    return attention + mlp + gates
+    size, hidden_size = shape.dense_mlp_size, shape.hidden_size
+    attention = {"qkv": (shape.q_size + 2 * shape.kv_size, hidden_size), "o": (hidden_size, shape.q_size)}
+    return attention | ({"gate_up": (2 * size, hidden_size), "down": (hidden_size, size)} if size else {})
+
+
+def expert_projections(shape: DecoderShape) -> dict[str, tuple[int, int]]:
+    """(output columns, input columns) of one routed expert's products, by name; none in a dense model."""
+    size, hidden_size = shape.expert_intermediate_size, shape.hidden_size
+    return {"gate_up": (2 * size, hidden_size), "down": (hidden_size, size)} if shape.num_experts else {}
+
+
+def layer_matrices(shape: DecoderShape) -> tuple[tuple[int, int], ...]:
+    """Sizes of :func:`layer_projections`, and in a model of experts of the router with the shared expert's gate."""
+    gates = ((shape.num_experts + bool(shape.dense_mlp_size), shape.hidden_size),) if shape.num_experts else ()
+    return tuple(layer_projections(shape).values()) + gates
 
 
 def expert_matrices(shape: DecoderShape) -> tuple[tuple[int, int], ...]:
-    """(output columns, input columns) of one routed expert's products: gate and up, down. None in a dense model."""
-    size = shape.expert_intermediate_size
-    return ((2 * size, shape.hidden_size), (shape.hidden_size, size)) if shape.num_experts else ()
+    """Sizes of :func:`expert_projections`."""
+    return tuple(expert_projections(shape).values())
+
+
+def fp8_matrices(shape: DecoderShape) -> tuple[tuple[int, int], ...]:
+    """Those of :func:`layer_matrices` whose products are of FP8; never the router."""
+    return _in_fp8(shape, layer_projections(shape))
+
+
+def fp8_expert_matrices(shape: DecoderShape) -> tuple[tuple[int, int], ...]:
+    """Those of :func:`expert_matrices` whose products are of FP8."""
+    return _in_fp8(shape, expert_projections(shape))
+
+
+def _in_fp8(shape: DecoderShape, projections: Mapping[str, tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+    return tuple(size for name, size in projections.items() if shape.fp8 is not None and name not in shape.fp8.plain)
 
 
 def num_waves(rows: float, columns: int, sms: int) -> int:
@@ -202,11 +264,19 @@ class Roofline:
         self._spec = spec
         self._shape = shape
         self._weight_bytes = decode_weight_bytes(shape, batch_size=0, dtype_bytes=dtype_bytes)
-        self._expert_bytes = shape.num_layers * dtype_bytes * sum(map(math.prod, expert_matrices(shape)))
+        of_expert = sum(map(math.prod, expert_matrices(shape)))
+        saved = fp8_savings(shape, dtype_bytes=dtype_bytes, experts=1) - fp8_savings(
+            shape, dtype_bytes=dtype_bytes, experts=0
+        )
+        self._expert_bytes = shape.num_layers * dtype_bytes * of_expert - saved
         self._head_bytes = shape.hidden_size * shape.vocab_size * dtype_bytes
         self._kv_bytes = kv_cache_bytes_per_token(shape, dtype_bytes=dtype_bytes)
-        row_bytes = self._weight_bytes - self._head_bytes + shape.experts_per_token * self._expert_bytes
-        self._row_flops = 2 * row_bytes / dtype_bytes
+        met = num_weights(shape, embedding_rows=0, experts=shape.experts_per_token)
+        in_fp8 = sum(map(math.prod, fp8_matrices(shape)))
+        in_fp8 += shape.experts_per_token * sum(map(math.prod, fp8_expert_matrices(shape)))
+        # As many operations in 16 bits as take this long.
+        self._row_flops = 2 * (met - self._head_bytes / dtype_bytes)
+        self._row_flops -= 2 * shape.num_layers * in_fp8 * (1 - spec.tflops / spec.fp8_tflops)
         self._head_flops = 2 * self._head_bytes / dtype_bytes
         self._pair_flops = 4 * shape.num_layers * shape.num_heads * shape.head_dim
         self._overhead_ms = shape.num_layers * spec.layer_overhead_ms

@@ -110,7 +110,7 @@ def plan_memory(
     ``max_model_len`` tokens, or ``kv_cache_bytes``, does not fit.
     """
     budget = int(device.total_bytes * config.gpu_memory_utilization) - (device.total_bytes - device.free_bytes)
-    weights = model.num_parameters * dtype_bytes
+    weights = model.weight_bytes(dtype_bytes)
     tables = 4 * len(model.distinct_ropes) * model.head_dim * max_model_len
     activations = _activation_bytes(config, model, dtype_bytes) + tables
     fixed = weights + activations + workspaces_bytes + graphs_bytes

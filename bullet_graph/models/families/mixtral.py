@@ -12,9 +12,8 @@ def read_mixtral(config: JsonObject) -> ModelConfig:
     config = replace(config, values={**config.values, "layer_types": None}).with_defaults(
         rope_theta=1_000_000.0, num_local_experts=8, num_experts_per_tok=2
     )
-    model = read_dense_config(config, slides=lambda _: True)
-    model = with_experts(model, config, expert_size=model.intermediate_size, renormalize=True)
-    return replace(model, mixtral_names=True)
+    model = read_dense_config(config, has_experts=True, slides=lambda _: True)
+    return with_experts(model, config, expert_size=model.intermediate_size, renormalize=True, mixtral_names=True)
 
 
 MIXTRAL_8X7B = ModelConfig(

@@ -13,7 +13,9 @@ def read_qwen2_moe(config: JsonObject) -> ModelConfig:
     config = replace(config, values={**config.values, "attention_bias": None}).with_defaults(max_window_layers=28)
     first = config.get("max_window_layers") and config.read("max_window_layers", int)
     # By Hugging Face's config class, every other layer below it slides.
-    model = read_dense_config(_with_window(config), slides=lambda layer: layer % 2 == 0 and layer < first)
+    model = read_dense_config(
+        _with_window(config), has_experts=True, slides=lambda layer: layer % 2 == 0 and layer < first
+    )
     shared_size = config.read("shared_expert_intermediate_size", int, at_most=MAX_WIDTH)
     return replace(_with_experts(model, config, shared_size), qkv_bias=config.read("qkv_bias", bool, default=True))
 
@@ -21,7 +23,7 @@ def read_qwen2_moe(config: JsonObject) -> ModelConfig:
 def read_qwen3_moe(config: JsonObject) -> ModelConfig:
     # A window is that of all layers.
     config = replace(config, values={**config.values, "layer_types": None})
-    model = read_dense_config(_with_window(config), slides=lambda _: True)
+    model = read_dense_config(_with_window(config), has_experts=True, slides=lambda _: True)
     return replace(_with_experts(model, config), qk_norm=True)
 
 
