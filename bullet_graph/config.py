@@ -311,7 +311,7 @@ class EngineConfig:
     )
     kv_cache_bytes: int | None = setting(
         None,
-        "Size of the KV cache, such as 8GiB.",
+        "Size of the KV cache, on each rank, such as 8GiB.",
         metavar="SIZE",
         no_value="what memory is left",
         minimum=1,

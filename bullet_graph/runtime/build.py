@@ -11,6 +11,7 @@ import psutil
 import torch
 
 from bullet_graph.config import KV_BLOCK_TOKENS, EngineConfig
+from bullet_graph.errors import ConfigError
 from bullet_graph.graphs.capture_order import CaptureReport
 from bullet_graph.graphs.capture_plan import CapturePlan, default_plan, named_plan
 from bullet_graph.graphs.compile_counts import CompileCounts
@@ -76,6 +77,10 @@ def build_executor(
     Raises as :func:`check_device`, :func:`find_performance` and :func:`plan_memory` do; CheckpointError where the
     weights cannot be read; PartitionError where the SM partitions cannot be made, or do not hold.
     """
+    if config.tensor_parallel_size != runtime.model.num_ranks:
+        raise ConfigError(
+            f"tensor_parallel_size={config.tensor_parallel_size} is for engines, and this is for one rank: leave it out"
+        )
     with clock.phase("device"):
         check_device(config, runtime)
         cached_table = partial(capture_cache.cached_perf_table, capture_cache.configured_store(config), runtime)

@@ -6,7 +6,7 @@ from dataclasses import replace
 import torch
 
 from bullet_graph.config import EngineConfig
-from bullet_graph.errors import ConfigError, DeviceError
+from bullet_graph.errors import BulletGraphError, ConfigError, DeviceError
 from bullet_graph.models.sharding import shard
 from bullet_graph.perf.start_report import StartClock
 from bullet_graph.runtime.build import BuiltRuntime, build_executor
@@ -60,7 +60,8 @@ def build_on_ranks(
         ranks.gather("built")
     except BaseException as error:
         try:
-            if isinstance(error, Exception) and error is not ranks.failure:
+            # One of ours says all; any other may be due to another rank.
+            if isinstance(error, Exception) and not isinstance(error, BulletGraphError):
                 ranks.explain(error)
             raise
         finally:
