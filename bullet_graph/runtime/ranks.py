@@ -6,6 +6,7 @@ by themselves: only failures come back.
 """
 
 import mmap
+import os
 import pickle
 import subprocess
 import sys
@@ -104,11 +105,19 @@ class Ranks:
 
     def _start(self, rank: int) -> None:
         ours, theirs = Pipe()
-        command = [sys.executable, "-m", FOLLOWER, str(theirs.fileno()), str(rank)]
+        command = [sys.executable, "-P", "-m", FOLLOWER, str(theirs.fileno()), str(rank)]
+        # Modules are found where this process finds them.
+        paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
         self._connections.append(ours)
         try:
             # A process group of its own: an interrupt of the keyboard is for the engine's process alone.
-            process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=(theirs.fileno(),), process_group=0)
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                env={**os.environ, "PYTHONPATH": paths},
+                pass_fds=(theirs.fileno(),),
+                process_group=0,
+            )
         finally:
             theirs.close()
         self._processes.append(process)
@@ -215,7 +224,8 @@ class Ranks:
             rank = open_ones[connection]
             try:
                 message = connection.recv()
-            except (EOFError, OSError):
+            except Exception:
+                # The end of the pipe, or of a message.
                 del open_ones[connection]
                 # Who ends without a word did not fail because of another.
                 ended.append((0.0, rank, None))
