@@ -90,6 +90,7 @@ class ThreadedExecutor(Executor):
 
 def _build(num_ranks: int, config: EngineConfig, runtime: Runtime, **others: Any) -> BuiltRuntime:
     pool, communicators = ThreadPoolExecutor(num_ranks), thread_communicators(num_ranks)
+    config = replace(config, tensor_parallel_size=num_ranks)
 
     def build(rank: int) -> BuiltRuntime:
         own = others | {"clock": StartClock(), "communicators": communicators[rank]}

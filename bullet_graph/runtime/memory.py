@@ -170,5 +170,7 @@ def _activation_bytes(config: EngineConfig, model: ModelConfig, dtype_bytes: int
     per_row = 4 * model.hidden_size + 2 * (model.q_size + 2 * model.kv_size) + model.mlp_result_size
     # Logits in the weights' dtype, and twice in float32 where log-probabilities are asked for; a mark for every token.
     marks = 4 * config.max_num_seqs * model.vocab_size
-    logits = max(config.max_num_seqs, SCORED_ROWS) * model.vocab_size * (dtype_bytes + 2 * 4) + marks
+    # With several ranks also as they are gathered, and as they are joined.
+    copies = 1 if model.num_ranks == 1 else 3
+    logits = max(config.max_num_seqs, SCORED_ROWS) * model.vocab_size * (copies * dtype_bytes + 2 * 4) + marks
     return rows * per_row * dtype_bytes + logits
