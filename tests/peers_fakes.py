@@ -145,10 +145,7 @@ def install_fake_vllm(monkeypatch: pytest.MonkeyPatch) -> list[FakeAsyncLLM]:
         "vllm.v1.engine.async_llm": {"AsyncLLM": FakeAsyncLLM},
         "vllm.v1.engine.exceptions": {"EngineDeadError": RuntimeError},
         "vllm.inputs": {"tokens_input": lambda ids: {"type": "token", "prompt_token_ids": ids}},
-        "vllm.sampling_params": {
-            "SamplingParams": FakeSamplingParams,
-            "RequestOutputKind": RequestOutputKind,
-        },
+        "vllm.sampling_params": {"SamplingParams": FakeSamplingParams, "RequestOutputKind": RequestOutputKind},
     }
     for name, attributes in contents.items():
         module = ModuleType(name)

@@ -153,15 +153,7 @@ class Setup:
 
 def peer_versions() -> dict[str, str | None]:
     """Versions of the peers' libraries; None: not installed."""
-    names = (
-        "vllm",
-        "transformers",
-        "flashinfer-cubin",
-        "nvidia-cudnn-cu13",
-        "nvidia-cublas",
-        "aiohttp",
-        "uvloop",
-    )
+    names = ("vllm", "transformers", "flashinfer-cubin", "nvidia-cudnn-cu13", "nvidia-cublas", "aiohttp", "uvloop")
     return {name: installed_version(name) for name in names}
 
 

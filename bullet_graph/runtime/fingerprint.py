@@ -53,10 +53,7 @@ def model_components(model: ModelConfig, dtype: str) -> dict[str, str]:
     del shape["eos_token_ids"], shape["dtype"]
     # Of tensor parallelism, which takes no captures.
     del shape["num_ranks"], shape["rank"], shape["whole"]
-    return {
-        "model": f"{model.architecture} {model.num_layers}x{model.hidden_size} {digest(shape)}",
-        "dtype": dtype,
-    }
+    return {"model": f"{model.architecture} {model.num_layers}x{model.hidden_size} {digest(shape)}", "dtype": dtype}
 
 
 def machine_components(device: torch.device) -> dict[str, str]:

@@ -11,10 +11,7 @@ from noise import Checkpoint, check_against_transformers, qwen3_checkpoint
 from bullet_graph import Engine, SamplingParams
 from bullet_graph.errors import EngineDeadError
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")]
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=1)
 LENGTHS = (1, 5, 16, 17, 100, 255, 600, 33)
