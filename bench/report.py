@@ -33,7 +33,6 @@ from bench.evidence import (
 from bench.record import Refusal
 from bullet_graph.cli.bench.startup import StartRun, phase_names
 from bullet_graph.cli.plots import draw_starts
-from bullet_graph.cli.tables import figure
 from bullet_graph.errors import BulletGraphError, ConfigError
 from bullet_graph.perf.goodput_search import SHARES
 from bullet_graph.perf.start_report import StartPhase
@@ -88,11 +87,14 @@ def goodput_rows(task: Task) -> Iterator[Row]:
                 # The peer's goodput may be anywhere below its next rate, which served too few.
                 ratio = f"{here / ceiling:.2f} to {ratio}"
                 shown += f" (< {ceiling:.3g})"
+            if ceiling == math.inf:
+                ratio, shown = "–", f"≥ {shown}"
         name, texts = "goodput (short)", [own.text, shown]
         if own.sustained:
             name = f"goodput_{100 * share:.0f}"
-            tails = (figure((one.best_run or {}).get("p99_ttft_ms"), 0) for one in (own, best))
-            texts = [f"{text}, p99 TTFT {tail} ms" for text, tail in zip(texts, tails, strict=True)]
+            tails = ((one.best_run or {}).get("p99_ttft_ms") for one in (own, best))
+            ends = ("" if tail is None else f", p99 TTFT {tail:,.0f} ms" for tail in tails)
+            texts = [text + end for text, end in zip(texts, ends, strict=True)]
         yield Row(f"{name}, {task.model}, {task.short}", *texts, ratio, file=task.source.name)
 
 
