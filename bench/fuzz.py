@@ -411,13 +411,7 @@ def fuzz(seconds: float, seed: int, max_stall_ms: float, max_growth_mib: float) 
 @click.option("--max-stall-ms", default=200.0, show_default=True)
 @click.option("--max-growth-mib", default=64.0, show_default=True)
 @click.option("--output-json", type=click.Path(path_type=Path))
-def main(
-    seconds: float,
-    seed: int,
-    max_stall_ms: float,
-    max_growth_mib: float,
-    output_json: Path | None,
-) -> None:
+def main(seconds: float, seed: int, max_stall_ms: float, max_growth_mib: float, output_json: Path | None) -> None:
     """Attack a server and the readers of files for --seconds, and say what gave way."""
     result = fuzz(seconds, seed, max_stall_ms, max_growth_mib)
     for name, value in result.items():

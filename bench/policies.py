@@ -148,24 +148,13 @@ def host_time(engine: Engine, policy: str, slo: Slo, steps: int, running: int) -
 @click.option("--steps", type=click.IntRange(min=1), default=600, show_default=True, help="Of the host's time.")
 @click.option("--output-json", type=click.Path(path_type=Path, dir_okay=False, writable=True), required=True)
 def main(
-    model: str,
-    perf_table: str | None,
-    policies: str,
-    host_policies: str,
-    num_long: int,
-    steps: int,
-    output_json: Path,
+    model: str, perf_table: str | None, policies: str, host_policies: str, num_long: int, steps: int, output_json: Path
 ) -> None:
     """Run every policy and write the results as one JSON."""
     targets = Slo(ttft_ms=500, tpot_ms=15)
     report: dict[str, Any] = {"model": model, "steady": [], "host": []}
     with Engine(
-        model,
-        policy="auto",
-        perf_table=perf_table,
-        load_format="dummy",
-        max_num_seqs=512,
-        max_model_len=16384,
+        model, policy="auto", perf_table=perf_table, load_format="dummy", max_num_seqs=512, max_model_len=16384
     ) as engine:
         report["partition_backend"] = engine.partition_backend
         steady(engine, "auto", targets, num_long=3)  # kernels are loaded on first use, and the card gets warm

@@ -111,10 +111,7 @@ def compare(runs: list[dict[str, dict[str, Any]]]) -> dict[str, dict[str, float 
 @click.option("--policy", default="mixed", show_default=True)
 @click.option("--slo", default="", help='Targets in ms, such as "ttft:500 tpot:15", of both.')
 @click.option(
-    "--engine-options",
-    default="--max-num-seqs 256",
-    show_default=True,
-    help="Further options of both engines.",
+    "--engine-options", default="--max-num-seqs 256", show_default=True, help="Further options of both engines."
 )
 @click.option("--repeats", type=click.IntRange(min=1), default=3, show_default=True)
 @click.option("--limit-percent", type=float, default=5.0, show_default=True)

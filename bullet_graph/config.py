@@ -15,6 +15,8 @@ from bullet_graph.errors import ConfigError
 from bullet_graph.slo import NO_TARGETS, Slo
 
 DeviceName = Literal["auto", "cuda", "cpu"]
+QuantizationName = Literal["fp8"]
+KvCacheDtypeName = Literal["auto", "fp8"]
 DtypeName = Literal["auto", "bfloat16", "float16", "float32"]
 PartitionBackendName = Literal["auto", "smctrl", "green", "none"]
 LoadFormat = Literal["auto", "safetensors", "dummy"]
@@ -26,6 +28,8 @@ PolicyChoice = Literal["serial", "mixed", "split", "auto"]
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
+
+_ROUTER_SKEW = r"uniform|zipf:\d+(\.\d+)?"
 
 KV_BLOCK_TOKENS = 16
 """Tokens in a KV-cache block (a page in FlashInfer's words)."""
@@ -121,16 +125,21 @@ class Setting:
     default: Any = None
     hint: Any = None
 
+    @property
+    def choices(self) -> tuple[str, ...]:
+        """The values of a setting that is a choice, besides None."""
+        literal = next((hint for hint in (self.hint, *get_args(self.hint)) if get_origin(hint) is Literal), None)
+        return get_args(literal)
+
     def check(self, value: object) -> None:
         """Raise ConfigError for a value that the setting cannot have."""
-        choices = get_args(self.hint)
-        if value is None and NoneType in choices:
+        if value is None and NoneType in get_args(self.hint):
             return
         if self.minimum is not None:
             _require_count(self.name, value, self.minimum)
-        is_choice = get_origin(self.hint) is Literal
-        wanted = f"one of {', '.join(choices)}" if is_choice else self.wanted
-        if wanted and not (value in choices if is_choice else self.holds(value)):
+        choices = self.choices
+        wanted = f"one of {', '.join(choices)}" if choices else self.wanted
+        if wanted and not (value in choices if choices else self.holds(value)):
             found = "another" if self.secret else repr(value)
             raise ConfigError(f"{self.name} must be {wanted}, got {found}")
 
@@ -191,10 +200,29 @@ class EngineConfig:
         "auto",
         "Source of the weights. dummy: seeded random numbers; auto: dummy for a preset, safetensors for a folder.",
     )
+    router_skew: str = setting(
+        "uniform",
+        "Popularity of experts under random weights. zipf:S: the r-th most popular of a layer gets a share of the rows "
+        "in proportion to r^-S, at most all of them.",
+        metavar="uniform|zipf:S",
+        wanted="uniform, or zipf:S with a number such as zipf:0.8",
+        holds=lambda text: isinstance(text, str) and re.fullmatch(_ROUTER_SKEW, text) is not None,
+    )
     dtype: DtypeName = setting(
         "auto",
         "Number format of weights, activations and KV cache. auto: float32 on the CPU; on a GPU config.json's, or "
         "bfloat16 where that is float32.",
+    )
+    quantization: QuantizationName | None = setting(
+        None,
+        "Quantize a 16-bit checkpoint's projections while loading. fp8: E4M3, with a scale for each output channel and "
+        "for each token's activations. A checkpoint in FP8 needs no such setting.",
+        no_value="as the checkpoint is",
+    )
+    kv_cache_dtype: KvCacheDtypeName = setting(
+        "auto",
+        "Number format of the KV cache. auto: as dtype; fp8: E4M3, for twice the tokens in the same memory, with the "
+        "checkpoint's scales if it has any.",
     )
     device: DeviceName = setting("auto", "Where to run; auto: the GPU if there is one.")
     policy: Policy = setting(
@@ -344,6 +372,11 @@ class EngineConfig:
                 "capture_plan says which partitions and sizes are captured: leave out decode_sms and "
                 "cuda_graphs=False, or leave out the plan"
             )
+
+    @property
+    def zipf_exponent(self) -> float | None:
+        """S of ``router_skew``; None for ``uniform``."""
+        return None if self.router_skew == "uniform" else float(self.router_skew.removeprefix("zipf:"))
 
     @property
     def predicts(self) -> bool:

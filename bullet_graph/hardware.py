@@ -13,6 +13,7 @@ class GpuSpec:
         name: as the driver reports it.
         is_measured: the rates were fitted to measurements of this GPU; else they are estimates.
         tflops: matrix products on all SMs with full waves, in 10¹² operations per second.
+        fp8_tflops: those of FP8, likewise.
         attention_tflops: prefill attention, likewise.
         unthrottled: how many times faster one SM computes when so few SMs are busy that power does not limit them.
         bandwidth_gb_s: reads of a decode step on all SMs, in 10⁹ bytes per second.
@@ -28,6 +29,7 @@ class GpuSpec:
     num_sms: int
     memory_bytes: int | None = None
     tflops: float
+    fp8_tflops: float
     attention_tflops: float
     unthrottled: float
     bandwidth_gb_s: float
@@ -43,6 +45,7 @@ GENERIC = GpuSpec(
     is_measured=False,
     num_sms=64,
     tflops=100.0,
+    fp8_tflops=180.0,
     attention_tflops=60.0,
     unthrottled=1.2,
     bandwidth_gb_s=800.0,
@@ -58,6 +61,7 @@ H200 = GpuSpec(
     num_sms=132,
     memory_bytes=150_109_880_320,
     tflops=665.0,
+    fp8_tflops=1230.0,
     attention_tflops=430.0,
     unthrottled=1.27,
     bandwidth_gb_s=3600.0,

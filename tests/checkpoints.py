@@ -14,19 +14,36 @@ from transformers import (
     GraniteConfig,
     LlamaConfig,
     MistralConfig,
+    MixtralConfig,
     Olmo2Config,
     Phi3Config,
     PretrainedConfig,
     PreTrainedModel,
     Qwen2Config,
+    Qwen2MoeConfig,
     Qwen3Config,
+    Qwen3MoeConfig,
     SmolLM3Config,
 )
 
-Family = Literal["llama", "mistral", "qwen2", "qwen3", "gemma3", "granite", "olmo2", "phi3", "smollm3"]
+Family = Literal[
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "gemma3",
+    "granite",
+    "olmo2",
+    "phi3",
+    "smollm3",
+    "mixtral",
+    "qwen2_moe",
+    "qwen3_moe",
+]
 
 FAMILIES: tuple[Family, ...] = ("llama", "mistral", "qwen2", "qwen3")
 MORE_FAMILIES: tuple[Family, ...] = ("gemma3", "granite", "olmo2", "phi3", "smollm3")
+EXPERT_FAMILIES: tuple[Family, ...] = ("mixtral", "qwen2_moe", "qwen3_moe")
 
 _CONFIGS: dict[Family, type[PretrainedConfig]] = {
     "llama": LlamaConfig,
@@ -38,6 +55,9 @@ _CONFIGS: dict[Family, type[PretrainedConfig]] = {
     "olmo2": Olmo2Config,
     "phi3": Phi3Config,
     "smollm3": SmolLM3Config,
+    "mixtral": MixtralConfig,
+    "qwen2_moe": Qwen2MoeConfig,
+    "qwen3_moe": Qwen3MoeConfig,
 }
 
 BOS_TOKEN, EOS_TOKEN = "<|bos|>", "<|eos|>"
@@ -163,6 +183,14 @@ def _config(family: Family, vocab_size: int, num_layers: int, tie: bool, changes
         own = {"partial_rotary_factor": 0.75, "sliding_window": 21}
     elif family == "smollm3":
         own = {"no_rope_layers": ([0, 1] * num_layers)[:num_layers]}
+    elif family == "mixtral":
+        own = {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 21}
+    elif family in ("qwen2_moe", "qwen3_moe"):
+        own = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 48}
+        if family == "qwen2_moe":
+            own |= {"shared_expert_intermediate_size": 80, "use_sliding_window": True, "sliding_window": 21}
+        else:
+            own |= {"head_dim": 32, "norm_topk_prob": True}
     elif family == "qwen3":
         own = {"head_dim": 32}  # not hidden_size / num_heads
     else:

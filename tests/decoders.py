@@ -12,6 +12,7 @@ from bullet_graph.models.decoder import Decoder, cos_sin_tables
 from bullet_graph.models.presets import PRESETS, load_model_config
 from bullet_graph.models.rope import Rope
 from bullet_graph.models.weights import ModelWeights, checkpoint_views, fill_dummy, zero_weights
+from bullet_graph.perf.roofline import Fp8Weights
 
 TINY = PRESETS["tiny"]
 VARIANTS: dict[str, ModelConfig] = {
@@ -27,10 +28,21 @@ VARIANTS: dict[str, ModelConfig] = {
         attention_scale=0.1,
         embedding_multiplier=11.3,
     ),
+    "fp8": replace(TINY, fp8=Fp8Weights()),
+    "fp8-blocks": replace(TINY, fp8=Fp8Weights(blocks=True, plain=("qkv",))),
     "granite": replace(TINY, attention_scale=0.1, residual_multiplier=0.3, logits_divisor=7.0),
     "olmo2": replace(TINY, norms="after", qk_norm=True, qk_norm_spans_heads=True),
     "phi3": replace(TINY, rotary_dim=48),
     "smollm3": replace(TINY, layer_ropes=(None, TINY.rope) * 2),
+    "experts": PRESETS["tiny-moe"],
+    "shared expert": replace(PRESETS["tiny-moe"], shared_expert_intermediate_size=64, renormalize_experts=False),
+    "fp8 experts": replace(
+        PRESETS["tiny-moe"], expert_intermediate_size=128, shared_expert_intermediate_size=64, fp8=Fp8Weights()
+    ),
+    "fp8-blocks experts": replace(
+        PRESETS["tiny-moe"], expert_intermediate_size=128, fp8=Fp8Weights(blocks=True, plain=("qkv",))
+    ),
+    "skewed router": replace(PRESETS["tiny-moe"], router_bias=True),
 }
 """Each way in which layers differ between families."""
 
@@ -59,7 +71,7 @@ def new_decoder(
         generator = torch.Generator(on).manual_seed(7)
         for layer in range(config.num_layers):
             for half in cache.layer(layer):
-                half.normal_(generator=generator)
+                half.copy_(torch.randn(half.shape, generator=generator, device=on, dtype=dtype))
     weights = dummy_weights(config, dtype=dtype, device=on, seed=2)
     generator = torch.Generator(on).manual_seed(2)
     # Dummy norms are 1: any could be left out unseen.

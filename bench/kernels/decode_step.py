@@ -18,6 +18,7 @@ import torch
 from torch._C._autograd import DeviceType
 
 from bench.kernels.harness import (
+    DENSE_PRESETS,
     DTYPE,
     GpuCommand,
     device_text,
@@ -183,19 +184,14 @@ def show(rows: list[dict[str, Any]]) -> None:
 
 
 @click.command(cls=GpuCommand)
-@click.option("--model", type=click.Choice(sorted(PRESETS)), default="llama-3.1-8b", show_default=True)
+@click.option("--model", type=click.Choice(DENSE_PRESETS), default="llama-3.1-8b", show_default=True)
 @click.option("--rows", default="1,8,16,32,64,128,256", show_default=True, callback=parse_counts)
 @click.option("--context", type=click.IntRange(min=1), default=1000, show_default=True, help="Tokens per row.")
 @click.option("--profiled-rows", default="64,256", show_default=True, callback=parse_counts)
 @click.option("--seconds", type=click.FloatRange(min=0.05), default=1.0, show_default=True, help="Per step.")
 @output_option
 def main(
-    model: str,
-    rows: tuple[int, ...],
-    context: int,
-    profiled_rows: tuple[int, ...],
-    seconds: float,
-    output_json: Path,
+    model: str, rows: tuple[int, ...], context: int, profiled_rows: tuple[int, ...], seconds: float, output_json: Path
 ) -> None:
     """Measure every batch size, and profile some."""
     config = PRESETS[model]

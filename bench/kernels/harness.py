@@ -18,6 +18,7 @@ from bullet_graph.errors import BulletGraphError, ConfigError, DeviceError
 from bullet_graph.kernels.flashinfer_attention import PagedBatch
 from bullet_graph.kernels.memory import KVCache
 from bullet_graph.models.config import ModelConfig
+from bullet_graph.models.presets import PRESETS
 from bullet_graph.perf.energy import DeviceMonitor, DeviceReport
 from bullet_graph.perf.profile_plan import ProfilePoint
 from bullet_graph.runtime.bursts import Workbench, open_workbench
@@ -25,6 +26,7 @@ from bullet_graph.runtime.profile import prepare_profile
 
 DEVICE = torch.device("cuda")
 DTYPE = torch.bfloat16
+DENSE_PRESETS = sorted(name for name, model in PRESETS.items() if not model.num_experts)
 Int32Array: TypeAlias = np.ndarray[Any, np.dtype[np.int32]]
 Run: TypeAlias = Callable[[], object]
 

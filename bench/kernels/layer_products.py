@@ -4,6 +4,9 @@
 
 "engine" calls them as the engine does: SwiGLU fused from some rows on, cuBLAS or cublasLt by rows. The other ways
 time each product alone. Weights are those of eight distinct layers, so no product finds its weights in the L2.
+
+With a preset in FP8, "engine" also quantizes, and for few rows a Triton product stands beside torch's: "down ×4" has
+its columns split among four programs.
 """
 
 import math
@@ -16,6 +19,7 @@ import click
 import torch
 
 from bench.kernels.harness import (
+    DENSE_PRESETS,
     GpuCommand,
     Run,
     device_text,
@@ -26,26 +30,36 @@ from bench.kernels.harness import (
     sustained_ms,
 )
 from bench.record import write_report
+from bullet_graph.kernels.fp8 import Quantized, quantize_weight
 from bullet_graph.kernels.gpu import Gpu, fitting_blas
 from bullet_graph.kernels.ops import Linear
+from bullet_graph.kernels.triton_fp8 import matmul_fp8
 from bullet_graph.kernels.triton_ops import TritonOps
 from bullet_graph.models.config import ModelConfig
 from bullet_graph.models.presets import PRESETS
-from bullet_graph.perf.roofline import layer_matrices
+from bullet_graph.perf.roofline import PROJECTIONS, layer_projections
 
 LAYERS = 8
-NAMES = ("qkv", "o", "gate_up", "down")
+SPLITS, MOST_SPLIT_ROWS = (1, 2, 4, 8), 512
 
 
 def product_flops(config: ModelConfig, rows: int, *names: str) -> float:
     """Operations of the named products of one layer."""
-    shapes = dict(zip(NAMES, layer_matrices(config), strict=True))
+    shapes = layer_projections(config)
     return 2.0 * rows * sum(math.prod(shapes[name]) for name in names)
+
+
+def random_linear(config: ModelConfig, rows: int, columns: int) -> Linear:
+    weight = random_tensor(rows, columns, std=columns**-0.5)
+    if config.fp8 is None:
+        return Linear(weight)
+    values, scale = quantize_weight(weight, blocks=config.fp8.blocks)
+    return Linear(values, None, scale, columns)
 
 
 def ways(config: ModelConfig, layers: list[dict[str, Linear]], rows: int) -> dict[str, tuple[Run, float]]:
     """What is measured by name: a run over all layers, and its operations per layer."""
-    shapes = dict(zip(NAMES, layer_matrices(config), strict=True))
+    shapes = layer_projections(config)
     inputs = {name: random_tensor(rows, columns) for name, (_, columns) in shapes.items()}
 
     def over_layers(step: Callable[[dict[str, Linear]], object]) -> Run:
@@ -56,23 +70,33 @@ def ways(config: ModelConfig, layers: list[dict[str, Linear]], rows: int) -> dic
         return run
 
     ops = TritonOps(Gpu.of(inputs["qkv"].device))
+    is_fp8 = config.fp8 is not None
+    ready = {name: ops.quantize(x, x.shape[1]) if is_fp8 else x for name, x in inputs.items()}
 
     def engine(layer: dict[str, Linear]) -> None:
-        TritonOps.linear(inputs["qkv"], layer["qkv"])
-        TritonOps.linear(inputs["o"], layer["o"])
-        ops.glu(inputs["gate_up"], layer["gate_up"])
-        TritonOps.linear(inputs["down"], layer["down"])
+        TritonOps.linear(ready["qkv"], layer["qkv"])
+        TritonOps.linear(ops.quantize(inputs["o"], inputs["o"].shape[1]) if is_fp8 else inputs["o"], layer["o"])
+        TritonOps.linear(ops.glu(ready["gate_up"], layer["gate_up"], group=layer["down"].group), layer["down"])
 
     def single(name: str, layer: dict[str, Linear]) -> None:
-        TritonOps.linear(inputs[name], layer[name])
+        TritonOps.linear(ready[name], layer[name])
 
-    return {"engine": (over_layers(engine), product_flops(config, rows, *NAMES))} | {
-        name: (over_layers(partial(single, name)), product_flops(config, rows, name)) for name in NAMES
-    }
+    def split(name: str, splits: int, layer: dict[str, Linear]) -> None:
+        x = ready[name]
+        assert isinstance(x, Quantized)
+        matmul_fp8(x, layer[name], splits=splits)
+
+    found = {"engine": (over_layers(engine), product_flops(config, rows, *PROJECTIONS))}
+    for name in PROJECTIONS:
+        flops = product_flops(config, rows, name)
+        found[name] = over_layers(partial(single, name)), flops
+        for splits in SPLITS if is_fp8 and rows <= MOST_SPLIT_ROWS else ():
+            found[f"{name} ×{splits}"] = over_layers(partial(split, name, splits)), flops
+    return found
 
 
 @click.command(cls=GpuCommand)
-@click.option("--model", type=click.Choice(sorted(PRESETS)), default="llama-3.1-8b", show_default=True)
+@click.option("--model", type=click.Choice(DENSE_PRESETS), default="llama-3.1-8b", show_default=True)
 @click.option("--rows", default="64,128,256,512,640,1024,2048,4096", show_default=True, callback=parse_counts)
 @click.option("--seconds", type=click.FloatRange(min=0.3), default=0.9, show_default=True, help="Per figure.")
 @output_option
@@ -80,10 +104,7 @@ def main(model: str, rows: tuple[int, ...], seconds: float, output_json: Path) -
     """Measure, and print each rate beside that of a large square product."""
     config = PRESETS[model]
     layers = [
-        {
-            name: Linear(random_tensor(*shape, std=shape[1] ** -0.5))
-            for name, shape in zip(NAMES, layer_matrices(config), strict=True)
-        }
+        {name: random_linear(config, *shape) for name, shape in layer_projections(config).items()}
         for _ in range(LAYERS)
     ]
     ceiling = product_ceiling_tflops(3.0)

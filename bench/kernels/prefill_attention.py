@@ -29,7 +29,7 @@ from bench.kernels.harness import (
 )
 from bench.record import write_report
 from bullet_graph.kernels.attention import LayerRows
-from bullet_graph.kernels.flashinfer_attention import PrefillAttention, needed_modules
+from bullet_graph.kernels.flashinfer_attention import PrefillAttention, cached_modules
 from bullet_graph.kernels.gpu import Gpu
 from bullet_graph.models.config import ModelConfig
 from bullet_graph.models.presets import PRESETS
@@ -59,7 +59,7 @@ def main(model: str, layers: int, output_json: Path) -> None:
     lane = PrefillAttention(
         config,
         random_cache(config, num_blocks),
-        modules=needed_modules(Gpu.of(DEVICE), DTYPE, config),
+        modules=cached_modules(Gpu.of(DEVICE), DTYPE, config),
         float_workspace=torch.zeros(prefill_workspace_bytes(config), dtype=torch.uint8, device=DEVICE),
     )
     cases: list[dict[str, Any]] = []

@@ -16,6 +16,7 @@ from typing import Any
 import click
 
 from bench.kernels.harness import (
+    DENSE_PRESETS,
     GpuCommand,
     device_text,
     open_bench,
@@ -99,7 +100,7 @@ def average_forward(requests: Sequence[WorkloadRequest], rows: int) -> AverageFo
 
 
 @click.command(cls=GpuCommand)
-@click.option("--model", type=click.Choice(sorted(PRESETS)), default="llama-3.1-8b", show_default=True)
+@click.option("--model", type=click.Choice(DENSE_PRESETS), default="llama-3.1-8b", show_default=True)
 @click.option("--rows", default="512,1024,2048", show_default=True, callback=parse_counts, help="Per forward.")
 @click.option("--seconds", type=click.FloatRange(min=0.05), default=2.4, show_default=True, help="Per figure.")
 @output_option
@@ -126,12 +127,7 @@ def main(model: str, rows: tuple[int, ...], seconds: float, output_json: Path) -
                 f"{device_text(monitor.report)}"
             )
             cases.append(
-                {
-                    "workload": workload,
-                    **asdict(forward),
-                    "step_ms": round(ms, 4),
-                    "seconds": round(total_s, 4),
-                }
+                {"workload": workload, **asdict(forward), "step_ms": round(ms, 4), "seconds": round(total_s, 4)}
                 | {"tflops": round(tflops, 1), "device": asdict(monitor.report)}
             )
     write_report(output_json, {"model": model, "product_tflops": ceiling, "cases": cases})

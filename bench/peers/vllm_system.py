@@ -38,7 +38,10 @@ from bullet_graph.slo import Slo
 
 SCHEDULER = "bench.peers.vllm_scheduler.BudgetedScheduler"
 
-_MODEL_TYPES = {"LlamaForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3"}
+_MODEL_TYPES = {"LlamaForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3"} | {
+    "MixtralForCausalLM": "mixtral",
+    "Qwen3MoeForCausalLM": "qwen3_moe",
+}
 
 _ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
@@ -190,7 +193,14 @@ def hf_config(model: ModelConfig) -> dict[str, Any]:
     rope: dict[str, Any] = {"rope_theta": model.rope.theta, "rope_type": "default"}
     if isinstance(model.rope.scaling, Llama3RopeScaling):
         rope |= {"rope_type": "llama3"} | dataclasses.asdict(model.rope.scaling)
-    return {
+    experts: dict[str, Any] = {}
+    if model.num_experts:
+        experts = dict.fromkeys(("num_experts", "num_local_experts"), model.num_experts) | {
+            "num_experts_per_tok": model.experts_per_token,
+            "moe_intermediate_size": model.expert_intermediate_size,
+            "norm_topk_prob": model.renormalize_experts,
+        }
+    return experts | {
         "architectures": [model.architecture],
         "model_type": _MODEL_TYPES[model.architecture],
         "vocab_size": model.vocab_size,

@@ -33,6 +33,8 @@ _GB = 1e9
 @setting_options(
     "model",
     "revision",
+    "quantization",
+    "kv_cache_dtype",
     "policy",
     "max_num_seqs",
     "max_num_batched_tokens",

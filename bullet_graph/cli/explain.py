@@ -30,14 +30,10 @@ _OUTCOMES = {
 @click.argument("file", type=FILE)
 @json_option
 @click.option(
-    "--chrome-trace",
-    type=FILE,
-    help="Write the trace in Chrome's format, for ui.perfetto.dev or chrome://tracing.",
+    "--chrome-trace", type=FILE, help="Write the trace in Chrome's format, for ui.perfetto.dev or chrome://tracing."
 )
 @click.option(
-    "--timeline",
-    type=FILE,
-    help="Draw SMs, policies, queue and times between tokens; the name ends in .svg or .png.",
+    "--timeline", type=FILE, help="Draw SMs, policies, queue and times between tokens; the name ends in .svg or .png."
 )
 @click.option("--overwrite", is_flag=True, help="Replace existing files of --chrome-trace and --timeline.")
 @click.option("--from", "from_s", type=float, metavar="S", help="Start at this second of the trace.")
@@ -130,10 +126,7 @@ def _tables(summary: TraceSummary) -> list[Table]:
     policies = table_of("policy", "launches", "of device time", "of time passed")
     for share in summary.policies:
         policies.add_row(
-            Text(share.policy),
-            f"{share.num_launches:,}",
-            _percent(share.device_share),
-            _percent(share.wall_share),
+            Text(share.policy), f"{share.num_launches:,}", _percent(share.device_share), _percent(share.wall_share)
         )
     bounds = table_of("decided by", "plans", "of all")
     for bound, count in summary.bounds.items():

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import MISSING
 from pathlib import Path
 from types import NoneType
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, get_args
 
 import click
 from click.core import ParameterSource
@@ -60,8 +60,8 @@ def setting_option(setting: Setting, default: Any = MISSING, **look: Any) -> Dec
         look["callback"] = parsed_by(setting.parse, default)
     elif hint is bool:
         flag, look["is_flag"] = f"{flag}/--no-{flag[2:]}" if default else flag, True
-    elif get_origin(hint) is Literal:
-        look["type"] = click.Choice(types)
+    elif setting.choices:
+        look["type"] = click.Choice(setting.choices)
     elif setting.minimum is not None:
         look["type"] = click.IntRange(min=setting.minimum)
     else:

@@ -14,6 +14,7 @@ from bullet_graph.cli.tables import print_line, print_table, table_of
 from bullet_graph.config import EngineConfig
 from bullet_graph.perf.accuracy import held_back_errors
 from bullet_graph.perf.profile_plan import from_points
+from bullet_graph.perf.table import format_name
 from bullet_graph.runtime.performance import table_key, table_model, user_table_file
 from bullet_graph.runtime.profile import prepare_profile, profile_model
 
@@ -24,6 +25,8 @@ from bullet_graph.runtime.profile import prepare_profile, profile_model
     "revision",
     "load_format",
     "dtype",
+    "quantization",
+    "kv_cache_dtype",
     "device",
     "max_num_seqs",
     "max_num_batched_tokens",
@@ -98,7 +101,7 @@ def profile(
             }
         )
         return
-    title = f"{key.model} in {key.dtype} on {key.gpu}: {num_points} points"
+    title = f"{key.model} in {format_name(key.dtype, key.shape)} on {key.gpu}: {num_points} points"
     shown = table_of("points held back", "number", "median error", "p90", "worst", title=title)
     for summary in (*errors.kinds, *([] if errors.overall is None else [errors.overall])):
         worst = summary.worst

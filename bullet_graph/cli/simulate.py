@@ -26,12 +26,13 @@ from bullet_graph.hardware import KNOWN_GPUS, GpuSpec, gpu_spec
 from bullet_graph.models.config import DTYPE_BYTES
 from bullet_graph.models.presets import resolve_model
 from bullet_graph.models.progress import progress_bar
+from bullet_graph.models.quantization import in_formats
 from bullet_graph.models.tokenizer import Tokenizer
 from bullet_graph.perf.goodput_search import GoodputSearch, RateRun, goodput_fields
 from bullet_graph.perf.performance import PaddedModel, PerformanceModel
 from bullet_graph.perf.predict import TableModel
 from bullet_graph.perf.roofline import Roofline
-from bullet_graph.perf.table import gpu_nickname, load_table
+from bullet_graph.perf.table import format_name, gpu_nickname, load_table, shape_numbers
 from bullet_graph.perf.trace import TraceHeader
 from bullet_graph.runtime.memory import GIB, DeviceMemory, plan_memory
 from bullet_graph.runtime.performance import table_model
@@ -78,7 +79,8 @@ class Simulator:
         self.arrivals = arrivals
         self._spread = {"host_overhead_ms": host_overhead_ms, "time_noise": time_noise}
         found = resolve_model(config.model, config.revision)
-        self.model, folder = found.config, found.folder
+        folder = found.folder
+        self.model = in_formats(found.config, quantization=config.quantization, kv_cache_dtype=config.kv_cache_dtype)
         self.dtype = "bfloat16" if self.model.dtype == "float32" else self.model.dtype
         limit = self.model.max_position_embeddings
         self.max_model_len = config.max_model_len or limit
@@ -93,7 +95,7 @@ class Simulator:
             self.unpadded = Roofline(spec, self.model, dtype_bytes=DTYPE_BYTES[self.dtype])
             self.performance = self.unpadded
         else:
-            table = load_table(gpu, model=found.name, dtype=self.dtype)
+            table = load_table(gpu, model=found.name, dtype=format_name(self.dtype, shape_numbers(self.model)))
             if table.key.dtype != self.dtype:
                 raise PerfTableError(
                     f"the table {gpu} was measured in {table.key.dtype}, but {config.model} runs in {self.dtype}: "
@@ -192,14 +194,7 @@ class Simulator:
         """The fields that all runs share, for a JSON file."""
         config, plan = self.config, self.capture_plan
         decode_sms = (config.decode_sms or self.performance.decode_sms) if plan is None else plan.decode_sms
-        own = (
-            "seed",
-            "max_num_seqs",
-            "max_num_batched_tokens",
-            "prompt_order",
-            "prefix_caching",
-            "capture_plan",
-        )
+        own = ("seed", "max_num_seqs", "max_num_batched_tokens", "prompt_order", "prefix_caching", "capture_plan")
         return {
             "gpu": self.gpu,
             "performance": self.times,
@@ -226,7 +221,7 @@ def _known_gpu(name: str) -> GpuSpec:
 
 @click.command(cls=GoodputCommand)
 @gpu_option
-@setting_options("model", "revision", model="llama-3.1-8b")
+@setting_options("model", "revision", "quantization", "kv_cache_dtype", model="llama-3.1-8b")
 @replay_options(default_policy="auto")
 @setting_options(
     "decode_sms",
@@ -242,10 +237,7 @@ def _known_gpu(name: str) -> GpuSpec:
     max_num_seqs=1024,
 )
 @click.option(
-    "--host-overhead-ms",
-    type=click.FloatRange(min=0),
-    default=HOST_OVERHEAD_MS,
-    help="Host time per launch.",
+    "--host-overhead-ms", type=click.FloatRange(min=0), default=HOST_OVERHEAD_MS, help="Host time per launch."
 )
 @click.option(
     "--time-noise",

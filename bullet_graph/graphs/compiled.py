@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from bullet_graph.kernels.ops import TorchOps
+from bullet_graph.kernels.fp8 import FP8, Quantized
+from bullet_graph.kernels.ops import Experts, Linear, TorchOps
 from bullet_graph.models.decoder import Decoder
 from bullet_graph.models.layers import LayerFunctions, attention_input, attention_output
 
@@ -188,7 +189,7 @@ def compiled_functions(
 
     config, layer = decoder.config, decoder.weights.layers[0]
     x, residual, attended = (
-        layer.attention.o.weight.new_zeros(max_rows, width)
+        decoder.weights.embed.new_zeros(max_rows, width)
         for width in (config.hidden_size, config.hidden_size, config.q_size)
     )
     eps = config.rms_norm_eps
@@ -197,35 +198,128 @@ def compiled_functions(
     return LayerFunctions(between, compiler(first), compiler(second))
 
 
-# ---- the norm inside compiled parts ----
+# ---- kernels inside compiled parts ----
 
-# An operator that Inductor calls without looking into it, so that its kernel is launched as everywhere else. A
-# compiled part finds it by name. Not torch.library.custom_op: calling what that makes imports Dynamo.
+# Operators that Inductor calls without looking into them, so that their kernels are launched as everywhere else. A
+# compiled part finds them by name. Not torch.library.custom_op: calling what that makes imports Dynamo.
 _LIBRARY = torch.library.Library("bullet_graph", "FRAGMENT")
-_LIBRARY.define(
-    "add_rms_norm(Tensor x, Tensor residual, Tensor weight, float eps) -> (Tensor, Tensor)",
-    tags=torch.Tag.pt2_compliant_tag,
-)
+
+
+def _define(schema: str, run: Callable[..., Any], shapes: Callable[..., Any]) -> None:
+    _LIBRARY.define(schema, tags=torch.Tag.pt2_compliant_tag)
+    name = schema.partition("(")[0]
+    _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"bullet_graph::{name}", shapes, lib=_LIBRARY)
+
+
+def _triton_ops() -> type[Any]:
+    from bullet_graph.kernels.triton_ops import TritonOps  # noqa: PLC0415 - published for Linux only
+
+    return TritonOps
 
 
 def _add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    from bullet_graph.kernels.triton_ops import TritonOps  # noqa: PLC0415 - published for Linux only
-
-    return TritonOps.add_rms_norm(x, residual, weight, eps)
+    normed, summed = _triton_ops().add_rms_norm(x, residual, weight, eps)
+    return normed, summed
 
 
 def _add_rms_norm_shapes(x: Tensor, *_: object) -> tuple[Tensor, Tensor]:
     return torch.empty_like(x), torch.empty_like(x)
 
 
-_LIBRARY.impl("add_rms_norm", _add_rms_norm, "CompositeExplicitAutograd")
-torch.library.register_fake("bullet_graph::add_rms_norm", _add_rms_norm_shapes, lib=_LIBRARY)
+def _add_rms_norm_quantized(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, group: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    (values, scales, _), summed = _triton_ops().add_rms_norm_quantized(x, residual, weight, eps, group)
+    return values, scales, summed
 
 
-class TritonNormOps(TorchOps):
-    """Operations of compiled parts on a GPU: plain torch, which Inductor fuses, and the Triton kernel of the norm.
+def _add_rms_norm_quantized_shapes(
+    x: Tensor, _: Tensor, __: Tensor, ___: float, group: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    return *_quantized_shapes(x, x.shape[1], group), torch.empty_like(x)
 
-    That kernel reads a row once, Inductor's reads it twice (bench/results/h200/decode_step.json).
+
+def _act_and_mul_quantized(gate_up: Tensor, gelu: bool, group: int) -> tuple[Tensor, Tensor]:
+    values, scales, _ = _triton_ops().act_and_mul_quantized(gate_up, gelu, group)
+    return values, scales
+
+
+def _act_and_mul_quantized_shapes(gate_up: Tensor, _: bool, group: int) -> tuple[Tensor, Tensor]:
+    return _quantized_shapes(gate_up, gate_up.shape[1] // 2, group)
+
+
+def _quantized_shapes(x: Tensor, width: int, group: int) -> tuple[Tensor, Tensor]:
+    # Not len(x), which would fix the number of rows.
+    rows = x.shape[0]
+    return x.new_empty(rows, width, dtype=FP8), x.new_empty(rows, -(-width // group), dtype=torch.float32)
+
+
+def _linear_fp8(
+    values: Tensor, scales: Tensor, dtype: torch.dtype, weight: Tensor, scale: Tensor, bias: Tensor | None, group: int
+) -> Tensor:
+    result: Tensor = _triton_ops().linear(Quantized(values, scales, dtype), Linear(weight, bias, scale, group))
+    return result
+
+
+def _linear_fp8_shapes(values: Tensor, _: Tensor, dtype: torch.dtype, weight: Tensor, *__: object) -> Tensor:
+    return values.new_empty(values.shape[0], weight.shape[0], dtype=dtype)
+
+
+def _experts(x: Tensor, *given: Any) -> Tensor:
+    router, router_bias, gate_up, gate_up_scale, gate_up_group, down, down_scale, down_group, top_k, renormalize = given
+    first, last = Linear(gate_up, None, gate_up_scale, gate_up_group), Linear(down, None, down_scale, down_group)
+    ops = _triton_ops()() if x.is_cuda else TorchOps()
+    out: Tensor = ops.experts(x, Experts(Linear(router, router_bias), first, last, top_k, renormalize))
+    return out
+
+
+def _experts_shape(x: Tensor, *_: object) -> Tensor:
+    return torch.empty_like(x)
+
+
+_define(
+    "add_rms_norm(Tensor x, Tensor residual, Tensor weight, float eps) -> (Tensor, Tensor)",
+    *(_add_rms_norm, _add_rms_norm_shapes),
+)
+_define(
+    "add_rms_norm_quantized(Tensor x, Tensor residual, Tensor weight, float eps, int group)"
+    " -> (Tensor, Tensor, Tensor)",
+    *(_add_rms_norm_quantized, _add_rms_norm_quantized_shapes),
+)
+_define(
+    "act_and_mul_quantized(Tensor gate_up, bool gelu, int group) -> (Tensor, Tensor)",
+    *(_act_and_mul_quantized, _act_and_mul_quantized_shapes),
+)
+_define(
+    "linear_fp8(Tensor values, Tensor scales, ScalarType dtype, Tensor weight, Tensor scale, Tensor? bias, int group)"
+    " -> Tensor",
+    *(_linear_fp8, _linear_fp8_shapes),
+)
+_define(
+    "experts(Tensor x, Tensor router, Tensor? router_bias, Tensor gate_up, Tensor? gate_up_scale, int? gate_up_group,"
+    " Tensor down, Tensor? down_scale, int? down_group, int top_k, bool renormalize) -> Tensor",
+    *(_experts, _experts_shape),
+)
+
+
+class CompiledOps(TorchOps):
+    """Operations of compiled parts: plain torch, which Inductor fuses, but for the experts."""
+
+    def experts(self, x: Tensor, experts: Experts) -> Tensor:
+        router, gate_up, down, top_k, renormalize = experts
+        out: Tensor = torch.ops.bullet_graph.experts(
+            *(x, router.weight, router.bias, gate_up.weight, gate_up.scale, gate_up.group),
+            *(down.weight, down.scale, down.group, top_k, renormalize),
+        )
+        return out
+
+
+class TritonNormOps(CompiledOps):
+    """Operations of compiled parts on a GPU, with the Triton kernel of the norm.
+
+    That kernel reads a row once, Inductor's reads it twice (bench/results/h200/decode_step.json). With FP8, Triton's
+    kernels also quantize, and products are chosen by the number of rows, which a compiled part does not know.
     """
 
     @staticmethod
@@ -234,3 +328,23 @@ class TritonNormOps(TorchOps):
     ) -> tuple[Tensor, Tensor]:
         normed, total = torch.ops.bullet_graph.add_rms_norm(x, residual, weight, eps)
         return normed, total if summed is None else summed.copy_(total)
+
+    @staticmethod
+    def add_rms_norm_quantized(
+        x: Tensor, residual: Tensor, weight: Tensor, eps: float, group: int, summed: Tensor | None = None
+    ) -> tuple[Quantized, Tensor]:
+        values, scales, total = torch.ops.bullet_graph.add_rms_norm_quantized(x, residual, weight, eps, group)
+        return Quantized(values, scales, x.dtype), total if summed is None else summed.copy_(total)
+
+    @staticmethod
+    def act_and_mul_quantized(gate_up: Tensor, gelu: bool, group: int) -> Quantized:
+        values, scales = torch.ops.bullet_graph.act_and_mul_quantized(gate_up, gelu, group)
+        return Quantized(values, scales, gate_up.dtype)
+
+    @staticmethod
+    def linear(x: Tensor | Quantized, linear: Linear, out: Tensor | None = None) -> Tensor:
+        if not isinstance(x, Quantized):
+            return TorchOps.linear(x, linear, out)
+        weight, bias, scale, group = linear
+        result: Tensor = torch.ops.bullet_graph.linear_fp8(*x, weight, scale, bias, group)
+        return result if out is None else out.copy_(result)

@@ -10,12 +10,7 @@ from torch import Tensor
 from bullet_graph.errors import ConfigError
 from bullet_graph.graphs.compiled import PartCompiler, TritonNormOps, compile_now, compiled_functions
 from bullet_graph.graphs.key import GraphKey, batch_size_buckets, smallest_holding
-from bullet_graph.kernels.decode_attention import (
-    DecodeBatch,
-    PlannedDecode,
-    TritonDecodeAttention,
-    window_indptr,
-)
+from bullet_graph.kernels.decode_attention import DecodeBatch, PlannedDecode, TritonDecodeAttention, window_indptr
 from bullet_graph.kernels.gpu import Gpu, captured, fitting_blas
 from bullet_graph.kernels.memory import Uploader
 from bullet_graph.kernels.sampler import SamplingState
@@ -67,12 +62,7 @@ class DecodeGraphs:
     """
 
     def __init__(
-        self,
-        decoder: Decoder,
-        state: SamplingState,
-        *,
-        max_batch_size: int,
-        compiler: PartCompiler = compile_now,
+        self, decoder: Decoder, state: SamplingState, *, max_batch_size: int, compiler: PartCompiler = compile_now
     ) -> None:
         self._decoder = decoder
         self._compiler = compiler
@@ -88,8 +78,7 @@ class DecodeGraphs:
         self._windows = decoder.cache.distinct_windows
         # Six arrays with an entry per row, one more for each window, and the block ids, with those of padding.
         self._uploader = Uploader(
-            (6 + len(self._windows)) * (max_batch_size + 8) + decoder.cache.num_blocks + max_batch_size,
-            device,
+            (6 + len(self._windows)) * (max_batch_size + 8) + decoder.cache.num_blocks + max_batch_size, device
         )
         self._logits = torch.empty(
             max_batch_size, decoder.config.vocab_size, dtype=decoder.weights.lm_head.dtype, device=device

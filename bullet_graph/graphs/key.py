@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from bullet_graph.hardware import GENERIC
 from bullet_graph.partition.masks import WHOLE_GPU, SmPartition
-from bullet_graph.perf.roofline import DecoderShape, layer_matrices
+from bullet_graph.perf.roofline import DecoderShape, expert_matrices, layer_matrices
 
 PRODUCT_FLOPS_PER_MS = 600e9
 """Rate of a layer's matrix products of many rows: an H200 under its power cap does 610 to 683 TFLOP/s with an 8B model
@@ -42,9 +42,10 @@ def batch_size_buckets(max_batch_size: int) -> tuple[int, ...]:
 def launch_bound_rows(shape: DecoderShape) -> int:
     """Rows up to which launching a layer kernel by kernel takes longer than its products: 276 for llama-3.1-8b.
 
-    Host time of a layer × FLOP/s / (2 × weights of its matrices): each row takes two FLOPs per weight.
+    Host time of a layer × FLOP/s / (2 × weights that a row meets): each row takes two FLOPs per weight.
     """
     weights = sum(columns * depth for columns, depth in layer_matrices(shape))
+    weights += shape.experts_per_token * sum(columns * depth for columns, depth in expert_matrices(shape))
     return math.ceil(GENERIC.eager_layer_ms * PRODUCT_FLOPS_PER_MS / (2 * weights))
 
 

@@ -26,10 +26,10 @@ def piecewise_scratch_bytes(config: ModelConfig, max_rows: int, *, dtype_bytes: 
     """Device memory of piecewise graphs in bytes, without the graphs themselves.
 
     The buffers of a :class:`PiecewiseForward` hold activations, and int32 positions and cache slots. All pieces share
-    a pool for intermediate results: at most three of [rows, hidden_size] at a time, and gate, up and their product.
+    a pool for intermediate results: at most three of [rows, hidden_size] at a time, and those inside an MLP.
     """
     buffers = 2 * config.hidden_size + (config.q_size + 2 * config.kv_size) + 2 * config.q_size
-    results = 3 * config.hidden_size + 3 * config.intermediate_size
+    results = 3 * config.hidden_size + config.mlp_result_size
     return max_rows * ((buffers + results) * dtype_bytes + 2 * 4)
 
 

@@ -55,13 +55,7 @@ class ReferenceAttention(Attention):
     """
 
     def __init__(
-        self,
-        cache: KVCache,
-        *,
-        q_indptr: list[int],
-        kv_lens: list[int],
-        kv_indptr: list[int],
-        kv_indices: Tensor,
+        self, cache: KVCache, *, q_indptr: list[int], kv_lens: list[int], kv_indptr: list[int], kv_indices: Tensor
     ) -> None:
         self._cache = cache
         self._sequences: list[tuple[slice, Tensor, int, dict[int | None, Tensor | None]]] = []
@@ -75,8 +69,8 @@ class ReferenceAttention(Attention):
         q, window = rows.q, self._cache.windows[layer]
         for own, blocks, kv_len, masks in self._sequences:
             mask = masks[window]
-            k = keys[blocks].flatten(0, 1)[:kv_len].transpose(0, 1)
-            v = values[blocks].flatten(0, 1)[:kv_len].transpose(0, 1)
+            k = keys[blocks].flatten(0, 1)[:kv_len].transpose(0, 1).to(q.dtype)
+            v = values[blocks].flatten(0, 1)[:kv_len].transpose(0, 1).to(q.dtype)
             is_causal = mask is None and own.stop - own.start > 1
             attended = torch.nn.functional.scaled_dot_product_attention(
                 q[own].transpose(0, 1)[None], k[None], v[None], attn_mask=mask, is_causal=is_causal, enable_gqa=True

@@ -74,12 +74,7 @@ def _sum_of_partials(
 # The batch lies in the middle of larger buffers: one kernel serves every alignment.
 @triton.jit(
     do_not_specialize=["num_rows"],
-    do_not_specialize_on_alignment=[
-        "kv_indptr_ptr",
-        "block_indptr_ptr",
-        "kv_indices_ptr",
-        "last_block_tokens_ptr",
-    ],
+    do_not_specialize_on_alignment=["kv_indptr_ptr", "block_indptr_ptr", "kv_indices_ptr", "last_block_tokens_ptr"],
 )
 def decode_attention_kernel(
     q_ptr,
@@ -195,7 +190,8 @@ def decode_attention_kernel(
                     key_at = block * BLOCK_STRIDE + (tokens % BLOCK_TOKENS) * TOKEN_STRIDE + at_heads
                     key_ptrs = keys_ptr + key_at[:, None] + lanes[None, :]
                     value_ptrs = values_ptr + key_at[:, None] + lanes[None, :]
-                k = tl.load(key_ptrs, mask=inside[:, None], other=0.0, eviction_policy="evict_first")
+                # Of an FP8 cache, the products are of the queries' type.
+                k = tl.load(key_ptrs, mask=inside[:, None], other=0.0, eviction_policy="evict_first").to(q.dtype)
                 scores = tl.dot(q, k.T, input_precision="ieee") * scale_log2
                 scores = tl.where(inside[None, :] & same_head, scores, -float("inf"))
                 new_peak = tl.maximum(peak, tl.max(scores, axis=1))
@@ -203,7 +199,7 @@ def decode_attention_kernel(
                 shrink = tl.exp2(peak - new_peak)
                 peak = new_peak
                 mass = mass * shrink + tl.sum(weights, axis=1)
-                v = tl.load(value_ptrs, mask=inside[:, None], other=0.0, eviction_policy="evict_first")
+                v = tl.load(value_ptrs, mask=inside[:, None], other=0.0, eviction_policy="evict_first").to(q.dtype)
                 sums = tl.dot(weights.to(v.dtype), v, sums * shrink[:, None], input_precision="ieee")
             attended = sums / mass[:, None]
             if starts_here & (last_block == end):

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from bullet_graph.kernels.attention import Attention, LayerRows
+from bullet_graph.kernels.fp8 import FP8
 from bullet_graph.kernels.gpu import Gpu
 from bullet_graph.kernels.memory import KVCache, PinnedRing
 from bullet_graph.perf.roofline import DecoderShape
@@ -37,18 +38,23 @@ _NHD_LAYOUT = 0
 
 @dataclass(frozen=True, slots=True)
 class ModuleSpec:
-    """One of FlashInfer's attention modules: without positions, soft cap or 16-bit sums, with or without a window."""
+    """One of FlashInfer's attention modules: without positions, soft cap or 16-bit sums, with or without a window.
+
+    ``fp8_kv``: keys and values are FP8 (E4M3), queries and outputs of ``dtype`` as ever.
+    """
 
     backend: Backend
     dtype: torch.dtype
     head_dim: int
     windowed: bool = False
+    fp8_kv: bool = False
 
     @property
     def name(self) -> str:
         """Unique among modules; FlashInfer has names of its own."""
         window = "_window" if self.windowed else ""
-        return f"{self.backend}_{str(self.dtype).removeprefix('torch.')}_{self.head_dim}{window}"
+        fp8 = "_fp8_kv" if self.fp8_kv else ""
+        return f"{self.backend}_{str(self.dtype).removeprefix('torch.')}_{self.head_dim}{window}{fp8}"
 
     def build(self) -> Path:
         """Have FlashInfer compile the module or find it compiled; returns the shared library."""
@@ -56,7 +62,8 @@ class ModuleSpec:
         from flashinfer.jit.attention import gen_batch_prefill_module  # noqa: PLC0415
 
         jit = gen_batch_prefill_module(
-            *(self.backend, self.dtype, self.dtype, self.dtype, torch.int32, self.head_dim, self.head_dim),
+            *(self.backend, self.dtype, FP8 if self.fp8_kv else self.dtype, self.dtype, torch.int32),
+            *(self.head_dim, self.head_dim),
             *(_NO_POSITIONS, self.windowed, False, False),
         )
         if not jit.is_aot:
@@ -81,15 +88,28 @@ def load_module(spec: ModuleSpec, library: Path | None = None) -> Any:
     return _loaded[spec]
 
 
-def prefill_backend(gpu: Gpu) -> Backend:
-    """What an engine on this GPU runs: fa3 on Hopper, fa2 elsewhere."""
-    return "fa3" if gpu.is_hopper else "fa2"
+def cached_modules(gpu: Gpu, dtype: torch.dtype, shape: DecoderShape) -> dict[int | None, ModuleSpec]:
+    """The module of each window of the model's layers, for rows that attend to the cache; None: without a window.
 
-
-def needed_modules(gpu: Gpu, dtype: torch.dtype, shape: DecoderShape) -> dict[int | None, ModuleSpec]:
-    """The module of each window of the model's layers; None is that of layers without a window."""
-    plain = ModuleSpec(prefill_backend(gpu), dtype, shape.head_dim)
+    fa3 on Hopper, fa2 elsewhere. fa3 reads FP8 keys only for FP8 queries; fa2 takes those of ``dtype``.
+    """
+    backend: Backend = "fa3" if gpu.is_hopper and not shape.fp8_kv else "fa2"
+    plain = ModuleSpec(backend, dtype, shape.head_dim, fp8_kv=shape.fp8_kv)
     return {window: replace(plain, windowed=window is not None) for window in dict.fromkeys(shape.windows)}
+
+
+def fresh_modules(gpu: Gpu, dtype: torch.dtype, shape: DecoderShape) -> dict[int | None, ModuleSpec]:
+    """As :func:`cached_modules`, for rows that attend to rows alone; none where those serve them as well.
+
+    Contiguous keys are faster only with TMA, which fa3 uses.
+    """
+    return cached_modules(gpu, dtype, replace(shape, fp8_kv=False)) if gpu.is_hopper else {}
+
+
+def needed_modules(gpu: Gpu, dtype: torch.dtype, shape: DecoderShape) -> tuple[ModuleSpec, ...]:
+    """All modules that an engine on this GPU runs, each once."""
+    both = cached_modules(gpu, dtype, shape), fresh_modules(gpu, dtype, shape)
+    return tuple(dict.fromkeys(spec for modules in both for spec in modules.values()))
 
 
 # ---- attention ----
@@ -118,16 +138,12 @@ class PrefillAttention:
 
     A plan holds until the next plan's copy runs: a forward with two kinds of batches takes two of these.
     ``float_workspace`` is zeroed scratch, of :func:`~bullet_graph.runtime.memory.prefill_workspace_bytes`; attentions
-    that take turns may share it. ``modules`` are those of :func:`needed_modules`; each window is planned for itself.
+    that take turns may share it. ``modules`` are those of :func:`cached_modules` or :func:`fresh_modules`; each window
+    is planned for itself.
     """
 
     def __init__(
-        self,
-        shape: DecoderShape,
-        cache: KVCache,
-        *,
-        modules: Mapping[int | None, ModuleSpec],
-        float_workspace: Tensor,
+        self, shape: DecoderShape, cache: KVCache, *, modules: Mapping[int | None, ModuleSpec], float_workspace: Tensor
     ) -> None:
         self.cache = cache
         self._shape = shape

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from bullet_graph.errors import ConfigError
+from bullet_graph.kernels.fp8 import FP8
 from bullet_graph.perf.roofline import DecoderShape
 
 _RING_BUFFERS = 4
@@ -20,16 +21,11 @@ class KVCache:
     """Keys and values of all layers, in ``num_blocks`` blocks, one of them for padding, of ``block_tokens`` tokens.
 
     ``windows``, by layer, are those of attention to them: see :attr:`~bullet_graph.perf.roofline.DecoderShape.windows`.
+    They are in ``dtype``, or in FP8 where the shape says so.
     """
 
     def __init__(
-        self,
-        shape: DecoderShape,
-        *,
-        num_blocks: int,
-        block_tokens: int,
-        dtype: torch.dtype,
-        device: torch.device,
+        self, shape: DecoderShape, *, num_blocks: int, block_tokens: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         self.num_blocks = num_blocks
         self.block_tokens = block_tokens
@@ -37,7 +33,7 @@ class KVCache:
         self.distinct_windows = tuple(dict.fromkeys(w for w in shape.windows if w is not None))
         # Zeroed: padding rows attend to the padding block, and uninitialised memory may hold NaN.
         sizes = (shape.num_layers, 2, num_blocks, block_tokens, shape.num_kv_heads, shape.head_dim)
-        self._data = torch.zeros(sizes, dtype=dtype, device=device)
+        self._data = torch.zeros(sizes, dtype=FP8 if shape.fp8_kv else dtype, device=device)
         # Views made once: an eager forward asks for them three times a layer, and waits for Python.
         self._layers = [(self._data[index, 0], self._data[index, 1]) for index in range(shape.num_layers)]
 

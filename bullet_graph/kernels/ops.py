@@ -6,6 +6,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from bullet_graph.kernels.fp8 import FP8, Quantized, linear_fp8, quantize, saturated
+
 KeysValues = tuple[Tensor, Tensor]
 """A layer's cache: both are [num_blocks, block_tokens, num_kv_heads, head_dim]."""
 
@@ -27,10 +29,21 @@ class RowInputs:
 
 
 class Linear(NamedTuple):
-    """A projection, x @ weight.T + bias: weight [out_features, in_features], bias [out_features]."""
+    """A projection, x @ weight.T + bias: weight [out_features, in_features], bias [out_features].
+
+    With a ``scale``, weights and inputs are FP8, and ``group`` columns of an input row share a scale: all, where
+    ``scale`` is [out_features, 1], or 128, where it is [ceil(out_features / 128), ceil(in_features / 128)]. See
+    :mod:`bullet_graph.kernels.fp8`.
+    """
 
     weight: Tensor
     bias: Tensor | None = None
+    scale: Tensor | None = None
+    group: int | None = None
+
+    def of_expert(self, index: int) -> "Linear":
+        """Views of one expert's projection, where weights and scales of all experts are stacked."""
+        return Linear(self.weight[index], None, None if self.scale is None else self.scale[index], self.group)
 
 
 class HeadNorms(NamedTuple):
@@ -39,6 +52,22 @@ class HeadNorms(NamedTuple):
     q: Tensor
     k: Tensor
     eps: float
+
+
+class Experts(NamedTuple):
+    """The routed experts of a layer (Shazeer et al. 2017): each row goes to ``top_k`` of them, by the router.
+
+    ``router`` gives num_experts columns. Weights of all experts are stacked: ``gate_up`` [num_experts, 2 *
+    intermediate_size, hidden_size], gate's rows first, ``down`` [num_experts, hidden_size, intermediate_size]. An
+    expert's output counts by its softmax over all experts; with ``renormalize``, those of a row's experts add up to 1.
+    Scales of FP8 are stacked too; the router has none.
+    """
+
+    router: Linear
+    gate_up: Linear
+    down: Linear
+    top_k: int
+    renormalize: bool
 
 
 class TorchOps:
@@ -56,9 +85,26 @@ class TorchOps:
         return _rms_norm(summed, weight, eps), summed
 
     @staticmethod
-    def linear(x: Tensor, linear: Linear, out: Tensor | None = None) -> Tensor:
-        """Project rows [rows, in_features] into ``out`` [rows, out_features] or new memory."""
-        weight, bias = linear
+    def add_rms_norm_quantized(
+        x: Tensor, residual: Tensor, weight: Tensor, eps: float, group: int, summed: Tensor | None = None
+    ) -> tuple[Quantized, Tensor]:
+        """As :meth:`add_rms_norm`; then quantize the normed rows, ``group`` columns with one scale."""
+        normed, summed = TorchOps.add_rms_norm(x, residual, weight, eps, summed)
+        return quantize(normed, group), summed
+
+    @staticmethod
+    def quantize(x: Tensor, group: int) -> Quantized:
+        """See :func:`bullet_graph.kernels.fp8.quantize`."""
+        return quantize(x, group)
+
+    @staticmethod
+    def linear(x: Tensor | Quantized, linear: Linear, out: Tensor | None = None) -> Tensor:
+        """Project rows [rows, in_features] into ``out`` [rows, out_features] or new memory; both in FP8, or neither."""
+        weight, bias, scale, _ = linear
+        if scale is not None:
+            assert isinstance(x, Quantized)
+            return linear_fp8(x, weight, scale, bias, out)
+        assert isinstance(x, Tensor)
         if out is None:
             return torch.nn.functional.linear(x, weight, bias)
         return torch.mm(x, weight.t(), out=out) if bias is None else torch.addmm(bias, x, weight.t(), out=out)
@@ -76,12 +122,40 @@ class TorchOps:
             return torch.nn.functional.gelu(gate, approximate="tanh") * up
         return torch.nn.functional.silu(gate) * up
 
-    def glu(self, x: Tensor, gate_up: Linear, gelu: bool = False) -> Tensor:
+    @staticmethod
+    def act_and_mul_quantized(gate_up: Tensor, gelu: bool, group: int) -> Quantized:
+        """As :meth:`act_and_mul`; then quantize, ``group`` columns with one scale."""
+        return quantize(TorchOps.act_and_mul(gate_up, gelu), group)
+
+    def glu(
+        self, x: Tensor | Quantized, gate_up: Linear, gelu: bool = False, group: int | None = None
+    ) -> Tensor | Quantized:
         """SwiGLU, or GeGLU (Shazeer 2020): project [rows, hidden_size], then :meth:`act_and_mul`.
 
-        ``gate_up`` has 2 * intermediate_size outputs, gate's first.
+        ``gate_up`` has 2 * intermediate_size outputs, gate's first. With a ``group``, the result is quantized.
         """
-        return self.act_and_mul(self.linear(x, gate_up), gelu)
+        projected = self.linear(x, gate_up)
+        return (
+            self.act_and_mul(projected, gelu) if group is None else self.act_and_mul_quantized(projected, gelu, group)
+        )
+
+    def experts(self, x: Tensor, experts: Experts) -> Tensor:
+        """Add up the outputs of each row's experts, times their weights: [rows, hidden_size] to the same.
+
+        The router takes the rows as they are. Experts in FP8 take them quantized, and so does ``down`` what it takes.
+        Outputs are added in float32, from the highest weight to the lowest, and rounded once. The loop reads on the
+        host which experts are chosen: neither a compiler nor a capture can take it.
+        """
+        weights, chosen = route(self.linear(x, experts.router), experts.top_k, renormalize=experts.renormalize)
+        outputs, reference = x.new_empty(*chosen.shape, x.shape[1]), TorchOps()
+        group = experts.gate_up.group
+        rows = x if group is None else TorchOps.quantize(x, group)
+        for expert in chosen.unique().tolist():
+            at = torch.where(chosen == expert)
+            own = rows[at[0]] if isinstance(rows, Tensor) else rows.rows(at[0])
+            activated = reference.glu(own, experts.gate_up.of_expert(expert), group=experts.down.group)
+            outputs[at] = reference.linear(activated, experts.down.of_expert(expert))
+        return (outputs.float() * weights[..., None]).sum(1).to(x.dtype)
 
     @staticmethod
     def rope_and_cache(
@@ -90,7 +164,7 @@ class TorchOps:
         """Norm and rotate queries and keys, and write keys and values into the cache.
 
         In ``qkv`` [rows, q_size + 2 * kv_size], rotated keys replace the keys. Returns queries, [rows, num_heads,
-        head_dim], in ``out`` or new memory.
+        head_dim], in ``out`` or new memory. An FP8 cache saturates; ``qkv`` then gets keys and values as rounded there.
         """
         keys, values = cache
         num_kv_heads, head_dim = keys.shape[2:]
@@ -102,10 +176,19 @@ class TorchOps:
             q = _rms_norm(q, norms.q, norms.eps)
             normed_k = _rms_norm(k, norms.k, norms.eps)
         cos, sin = inputs.cos_sin[inputs.positions].chunk(2, dim=-1)
-        keys.flatten(0, 1)[inputs.kv_slots] = k.copy_(_rotate(normed_k, cos, sin))
-        values.flatten(0, 1)[inputs.kv_slots] = v
+        k.copy_(_rotate(normed_k, cos, sin))
+        for cached, new in ((keys, k), (values, v)):
+            if cached.dtype is FP8:
+                new.copy_(saturated(new))
+            cached.flatten(0, 1)[inputs.kv_slots] = new.to(cached.dtype)
         rotated = _rotate(q, cos, sin)
         return rotated if out is None else out.copy_(rotated)
+
+
+def route(logits: Tensor, top_k: int, *, renormalize: bool) -> tuple[Tensor, Tensor]:
+    """Choose experts by the softmax over all, in float32: their weights and indices, [rows, top_k], highest first."""
+    weights, chosen = torch.softmax(logits, dim=-1, dtype=torch.float32).topk(top_k, dim=-1)
+    return (weights / weights.sum(-1, keepdim=True) if renormalize else weights), chosen
 
 
 def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -6,7 +6,7 @@
 import triton
 import triton.language as tl
 
-from bullet_graph.kernels import sampler
+from bullet_graph.kernels import fp8, sampler
 from bullet_graph.sampling_params import MAX_BAD_WORDS, MAX_MASKED_TOKEN_IDS
 
 _SETTINGS_COLUMNS = tl.constexpr(sampler.SETTINGS_COLUMNS)
@@ -21,6 +21,7 @@ _BAD_WORDS = tl.constexpr(MAX_BAD_WORDS)
 _RECENT = tl.constexpr(sampler.RECENT_TOKENS)
 _RECENT_COLUMN = tl.constexpr(sampler.RECENT_COLUMN)
 _WORDS_COLUMN = tl.constexpr(sampler.WORDS_COLUMN)
+_FP8_MAX = tl.constexpr(fp8.FP8_MAX)
 _TABLE_COLUMNS = tl.constexpr(sampler.TABLE_COLUMNS)
 
 
@@ -73,13 +74,7 @@ def act_and_mul_kernel(gate_up_ptr, out_ptr, intermediate_size, GELU: tl.constex
 
 @triton.jit
 def gemv_kernel(
-    x_ptr,
-    weight_ptr,
-    bias_ptr,
-    out_ptr,
-    IN_FEATURES: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    x_ptr, weight_ptr, bias_ptr, out_ptr, IN_FEATURES: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr
 ):
     """One output feature a program: the product of one row with one row of the weights.
 
@@ -103,6 +98,11 @@ def gemv_kernel(
 
 
 @triton.jit
+def _as_cached(x):
+    return tl.minimum(tl.maximum(x.to(tl.float32), -_FP8_MAX), _FP8_MAX).to(tl.float8e4nv)
+
+
+@triton.jit
 def rope_and_cache_kernel(
     qkv_ptr,
     positions_ptr,
@@ -119,8 +119,12 @@ def rope_and_cache_kernel(
     HALF: tl.constexpr,
     HEADS_BLOCK: tl.constexpr,
     QK_NORM: tl.constexpr,
+    FP8: tl.constexpr,
 ):
-    """A block of heads of one row a program: norm and rotate q and k, write k and v into the cache, and k back."""
+    """A block of heads of one row a program: norm and rotate q and k, write k and v into the cache, and k back.
+
+    With FP8, what is cached saturates, and k and v are written back as rounded there.
+    """
     row = tl.program_id(0).to(tl.int64)
     heads = tl.program_id(1) * HEADS_BLOCK + tl.arange(0, HEADS_BLOCK)
     lanes = tl.arange(0, HALF)
@@ -157,16 +161,22 @@ def rope_and_cache_kernel(
     k_head = heads - NUM_HEADS
     k_mask = inside & (k_head >= 0)[:, None] & (k_head < NUM_KV_HEADS)[:, None]
     k_at = cache_row + k_head[:, None] * 2 * HALF + lanes[None, :]
+    if FP8:
+        rotated_low, rotated_high = _as_cached(rotated_low), _as_cached(rotated_high)
+        raw_low, raw_high = _as_cached(raw_low), _as_cached(raw_high)
     tl.store(keys_ptr + k_at, rotated_low, mask=k_mask)
     tl.store(keys_ptr + k_at + HALF, rotated_high, mask=k_mask)
-    tl.store(qkv_ptr + at, rotated_low, mask=k_mask)
-    tl.store(qkv_ptr + at + HALF, rotated_high, mask=k_mask)
+    tl.store(qkv_ptr + at, rotated_low.to(qkv_ptr.dtype.element_ty), mask=k_mask)
+    tl.store(qkv_ptr + at + HALF, rotated_high.to(qkv_ptr.dtype.element_ty), mask=k_mask)
 
     v_head = k_head - NUM_KV_HEADS
     v_mask = inside & (v_head >= 0)[:, None]
     v_at = cache_row + v_head[:, None] * 2 * HALF + lanes[None, :]
     tl.store(values_ptr + v_at, raw_low, mask=v_mask)
     tl.store(values_ptr + v_at + HALF, raw_high, mask=v_mask)
+    if FP8:
+        tl.store(qkv_ptr + at, raw_low.to(qkv_ptr.dtype.element_ty), mask=v_mask)
+        tl.store(qkv_ptr + at + HALF, raw_high.to(qkv_ptr.dtype.element_ty), mask=v_mask)
 
 
 @triton.jit

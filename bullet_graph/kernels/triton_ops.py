@@ -7,15 +7,16 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from bullet_graph.kernels import triton_kernels
+from bullet_graph.kernels import fp8_kernels, triton_kernels
+from bullet_graph.kernels.fp8 import FP8, Quantized
 from bullet_graph.kernels.gpu import Gpu
-from bullet_graph.kernels.ops import HeadNorms, KeysValues, Linear, RowInputs, TorchOps
+from bullet_graph.kernels.ops import Experts, HeadNorms, KeysValues, Linear, RowInputs, TorchOps
 from bullet_graph.kernels.sampler import SamplingState
+from bullet_graph.kernels.triton_fp8 import GEMV_BLOCK, GEMV_LEAST_BLOCK, linear_fp8, new_quantized, quantize
+from bullet_graph.kernels.triton_moe import experts_output
 
 _HEADS_BLOCK = 16
 _VOCAB_BLOCK = 4096
-_GEMV_BLOCK = 4096
-_GEMV_LEAST_BLOCK = 128
 
 FUSED_SWIGLU_MIN_ROWS = 640
 """The fused SwiGLU product is used from this number of rows on.
@@ -58,17 +59,28 @@ class TritonOps(TorchOps):
         if rows:
             block = triton.next_power_of_2(hidden_size)
             triton_kernels.add_rms_norm_kernel[(rows,)](
-                x,
-                residual,
-                weight,
-                normed,
-                summed,
-                hidden_size,
-                eps,
+                *(x, residual, weight, normed, summed, hidden_size, eps),
                 BLOCK=block,
                 num_warps=min(max(block // 512, 1), 16),
             )
         return normed, summed
+
+    @staticmethod
+    def add_rms_norm_quantized(
+        x: Tensor, residual: Tensor, weight: Tensor, eps: float, group: int, summed: Tensor | None = None
+    ) -> tuple[Quantized, Tensor]:
+        rows, hidden_size = x.shape
+        out, sizes = new_quantized(x, rows, hidden_size, group)
+        summed = torch.empty_like(x) if summed is None else summed
+        if rows:
+            fp8_kernels.add_rms_norm_quantize_kernel[(rows,)](
+                x, residual, weight, out.values, out.scales, summed, hidden_size, eps, **sizes
+            )
+        return out, summed
+
+    @staticmethod
+    def quantize(x: Tensor, group: int) -> Quantized:
+        return quantize(x, group)
 
     @staticmethod
     def rms_norm_(x: Tensor, weight: Tensor, eps: float) -> None:
@@ -79,12 +91,16 @@ class TritonOps(TorchOps):
             triton_kernels.rms_norm_kernel[(rows,)](x, weight, width, x.stride(0), eps, BLOCK=block, num_warps=warps)
 
     @staticmethod
-    def linear(x: Tensor, linear: Linear, out: Tensor | None = None) -> Tensor:
+    def linear(x: Tensor | Quantized, linear: Linear, out: Tensor | None = None) -> Tensor:
         # One row has a kernel of its own.
-        weight, bias = linear
+        weight, bias, scale, _ = linear
+        if scale is not None:
+            assert isinstance(x, Quantized)
+            return linear_fp8(x, linear, scale, out)
+        assert isinstance(x, Tensor)
         out_features, in_features = weight.shape
-        block = min(in_features & -in_features, _GEMV_BLOCK)  # the largest power of two that divides it
-        if len(x) != 1 or block < _GEMV_LEAST_BLOCK:
+        block = min(in_features & -in_features, GEMV_BLOCK)  # the largest power of two that divides it
+        if len(x) != 1 or block < GEMV_LEAST_BLOCK:
             return TorchOps.linear(x, linear, out)
         if out is None:
             out = x.new_empty(1, out_features)
@@ -103,12 +119,30 @@ class TritonOps(TorchOps):
         )
         return out
 
-    def glu(self, x: Tensor, gate_up: Linear, gelu: bool = False) -> Tensor:
+    @staticmethod
+    def act_and_mul_quantized(gate_up: Tensor, gelu: bool, group: int) -> Quantized:
+        rows, intermediate_size = gate_up.shape[0], gate_up.shape[1] // 2
+        out, sizes = new_quantized(gate_up, rows, intermediate_size, group)
+        if rows:
+            fp8_kernels.act_and_mul_quantize_kernel[(rows,)](
+                gate_up, out.values, out.scales, intermediate_size, GELU=gelu, **sizes
+            )
+        return out
+
+    def glu(
+        self, x: Tensor | Quantized, gate_up: Linear, gelu: bool = False, group: int | None = None
+    ) -> Tensor | Quantized:
         # Many rows on Hopper take one launch, which rounds once.
         fused = self._fused_swiglu_sms and len(x) >= FUSED_SWIGLU_MIN_ROWS and not gelu
-        if fused and can_fuse(x, gate_up.weight):
+        if fused and group is None and isinstance(x, Tensor) and can_fuse(x, gate_up.weight):
             return swiglu_matmul(x, gate_up.weight, num_sms=self._fused_swiglu_sms)
-        return self.act_and_mul(self.linear(x, gate_up), gelu)
+        projected = self.linear(x, gate_up)
+        return (
+            self.act_and_mul(projected, gelu) if group is None else self.act_and_mul_quantized(projected, gelu, group)
+        )
+
+    def experts(self, x: Tensor, experts: Experts) -> Tensor:
+        return experts_output(x, self.linear(x, experts.router), experts)
 
     @staticmethod
     def rope_and_cache(
@@ -119,20 +153,15 @@ class TritonOps(TorchOps):
         num_heads = heads - 2 * num_kv_heads
         q = qkv.new_empty(rows, num_heads, head_dim) if out is None else out
         triton_kernels.rope_and_cache_kernel[(rows, triton.cdiv(heads, _HEADS_BLOCK))](
-            qkv,
-            inputs.positions,
-            inputs.kv_slots,
-            inputs.cos_sin,
-            None if norms is None else norms.q,
-            None if norms is None else norms.k,
-            q,
-            *cache,
-            0.0 if norms is None else norms.eps,
+            *(qkv, inputs.positions, inputs.kv_slots, inputs.cos_sin),
+            *((None, None) if norms is None else (norms.q, norms.k)),
+            *(q, *cache, 0.0 if norms is None else norms.eps),
             NUM_HEADS=num_heads,
             NUM_KV_HEADS=num_kv_heads,
             HALF=head_dim // 2,
             HEADS_BLOCK=_HEADS_BLOCK,
             QK_NORM=norms is not None,
+            FP8=cache[0].dtype is FP8,
         )
         return q
 
@@ -185,16 +214,8 @@ def sample(logits: Tensor, slots: Tensor, positions: Tensor, state: SamplingStat
         # instruction.
         for adjusted in (True, False):
             triton_kernels.sample_kernel[(rows,)](
-                logits,
-                slots,
-                positions,
-                state.settings,
-                state.adjustments,
-                state.last_token,
-                out,
-                vocab_size,
-                logits.stride(0),
-                state.adjustments.stride(0),
+                *(logits, slots, positions, state.settings, state.adjustments, state.last_token),
+                *(out, vocab_size, logits.stride(0), state.adjustments.stride(0)),
                 BLOCK=min(_VOCAB_BLOCK, triton.next_power_of_2(vocab_size)),
                 ADJUSTED=adjusted,
                 num_warps=8,

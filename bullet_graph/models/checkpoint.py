@@ -4,7 +4,7 @@ import math
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -15,11 +15,21 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from bullet_graph.errors import CheckpointError
+from bullet_graph.errors import CheckpointError, UnsupportedModelError
 from bullet_graph.kernels.memory import PinnedRing
 from bullet_graph.models.config import ModelConfig
 from bullet_graph.models.json_files import read_json_object
-from bullet_graph.models.weights import ModelWeights, checkpoint_views, held, weight_shapes
+from bullet_graph.models.weights import (
+    ModelWeights,
+    checkpoint_views,
+    held,
+    put_quantized,
+    scale_cached,
+    scale_name,
+    scale_shapes,
+    weight_shapes,
+)
+from bullet_graph.perf.roofline import FP8_BLOCK
 
 _STAGING_BYTES = 16 * 1024**2
 """Size of a pinned buffer, large enough for a copy's full speed."""
@@ -27,8 +37,19 @@ _STAGING_BYTES = 16 * 1024**2
 _OTHER_WEIGHTS = ("*.bin", "*.pt", "*.pth", "*.gguf")
 """The first three are pickled, which means that they are programs."""
 
-_ELEMENT_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
-"""Bytes of an element, by safetensors' names of the types that are read."""
+_ELEMENT_BYTES = {"F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1}
+"""Bytes of an element, by safetensors' names of the types that are read; the last is of projections alone."""
+
+_PLAIN_TYPES, _FP8 = ("F32", "F16", "BF16"), "F8_E4M3"
+_WEIGHT_SCALES = (".weight_scale_inv", ".weight_scale")
+"""Names of weights' scales: both multiply."""
+_KV_SCALES = {
+    "k": ("k_scale", "k_proj.k_scale", "k_proj.output_scale"),
+    "v": ("v_scale", "v_proj.v_scale", "v_proj.output_scale"),
+}
+"""Names of the scales of a layer's keys and values, in its ``self_attn``."""
+_UNUSED_SCALES = (".input_scale", ".activation_scale", ".q_scale")
+"""Activations are quantized when they are computed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,14 +91,42 @@ class Checkpoint:
         views = dict(checkpoint_views(self.config, weights))
         ring = None if weights.embed.device.type == "cpu" else PinnedRing(_STAGING_BYTES)
         # File by file, so that a disk reads each of them once from front to back.
-        for name in sorted(views, key=lambda name: self.tensors[name].path):
+        for name in sorted(weight_shapes(self.config), key=lambda name: self.tensors[name].path):
             stored = self.tensors[name]
             element_bytes = _ELEMENT_BYTES[stored.element_type]
-            source = held(self.config, name, stored.read(name))
-            for num_elements in _copy(source, views[name], ring):
+            source, scales = held(self.config, name, stored.read(name)), views.get(scale_name(name))
+            if scales is not None and stored.element_type != _FP8:
+                copied = _copy_quantized(source, views[name], scales, ring)
+            else:
+                copied = _copy(source, views[name], ring)
+            for num_elements in copied:
                 yield num_elements * element_bytes
+            if scales is not None and stored.element_type == _FP8:
+                scales.copy_(held(self.config, scale_name(name), self._scales(name, scales)))
             if self.config.norm_plus_one and name.endswith("norm.weight"):
                 views[name].add_(1.0)
+        if self.config.fp8_kv:
+            for index, layer in enumerate(weights.layers):
+                scale_cached(self.config, layer, self._cached_scale(index, "k"), self._cached_scale(index, "v"))
+
+    def _scales(self, name: str, like: Tensor) -> Tensor:
+        """The scales of a weight as they are held: one of a whole tensor is every channel's."""
+        scale_name = stored_scale(self.tensors, name)
+        assert scale_name is not None
+        scales = self.tensors[scale_name].read(scale_name).float()
+        if len(like) != self.tensors[name].shape[0]:
+            return scales
+        return scales.reshape(-1, 1).expand(self.tensors[name].shape[0], 1)
+
+    def _cached_scale(self, layer: int, kind: str) -> float:
+        """The scale of a layer's keys or values, rounded up to a power of two; 1.0 where the checkpoint has none."""
+        for name in (f"model.layers.{layer}.self_attn.{each}" for each in _KV_SCALES[kind]):
+            if name in self.tensors:
+                scale = float(self.tensors[name].read(name))
+                if not 0 < scale < math.inf:
+                    raise CheckpointError(f"{self.tensors[name].path}: tensor {name} must be above 0; found {scale}")
+                return 2.0 ** math.ceil(math.log2(scale))
+        return 1.0
 
 
 @contextmanager
@@ -107,6 +156,28 @@ def _copy(source: Tensor, target: Tensor, ring: PinnedRing | None) -> Iterator[i
             staged = staging.view(target.dtype)[: part.numel()].copy_(part)
             room[start : start + piece].copy_(staged, non_blocking=True)
         yield part.numel()
+
+
+def _copy_quantized(source: Tensor, values: Tensor, scales: Tensor, ring: PinnedRing | None) -> Iterator[int]:
+    """Quantize a host tensor [out, in] on the target's device, some rows at a time; yield elements of each piece."""
+    if ring is None:
+        put_quantized(source, values, scales)
+        yield source.numel()
+        return
+    rows = max(1, _STAGING_BYTES // (source.shape[1] * source.element_size()))
+    for start in range(0, len(source), rows):
+        part = source[start : start + rows]
+        with ring.buffer() as staging:
+            staged = staging.view(source.dtype)[: part.numel()].copy_(part.reshape(-1))
+            arrived = staged.to(values.device, non_blocking=True)
+        put_quantized(arrived.view(part.shape), values[start : start + rows], scales[start : start + rows])
+        yield part.numel()
+
+
+def stored_scale(tensors: Mapping[str, Any], name: str) -> str | None:
+    """The checkpoint's name of a weight's scales; None where it has none."""
+    names = (name.removesuffix(".weight") + suffix for suffix in _WEIGHT_SCALES)
+    return next((each for each in names if each in tensors), None)
 
 
 def _open_files(folder: Path, stack: ExitStack) -> tuple[Path, Mapping[str, _StoredTensor]]:
@@ -159,13 +230,21 @@ def _file_errors(problem: str) -> Iterator[None]:
 
 
 def _check_tensors(checkpoint: Checkpoint) -> None:
-    expected = weight_shapes(checkpoint.config)
+    config = checkpoint.config
+    _check_blocks(config)
+    expected = weight_shapes(config)
+    is_stored = config.fp8 is not None and config.fp8.is_stored
+    quantized = scale_shapes(config) if is_stored else {}
+    scales = {name: stored_scale(checkpoint.tensors, name) for name in quantized}
     missing = [name for name in expected if name not in checkpoint.tensors]
+    missing += [name.removesuffix(".weight") + _WEIGHT_SCALES[-1] for name, found in scales.items() if found is None]
     why = " (config.json does not tie the embeddings)" if missing == ["lm_head.weight"] else ""
+    known = {*expected, *scales.values(), "lm_head.weight"}
+    unused = _UNUSED_SCALES + tuple(f"self_attn.{name}" for names in _KV_SCALES.values() for name in names)
     unexpected = [
         name
         for name in checkpoint.tensors
-        if name not in expected and not name.endswith("rotary_emb.inv_freq") and name != "lm_head.weight"
+        if name not in known and not name.endswith("rotary_emb.inv_freq") and not (is_stored and name.endswith(unused))
     ]
     for names, problem in (
         (missing, f"required by config.json{why} but missing"),
@@ -175,12 +254,42 @@ def _check_tensors(checkpoint: Checkpoint) -> None:
             more = f" and {len(names) - 3} more" if len(names) > 3 else ""
             raise CheckpointError(f"{checkpoint.source}: tensors {', '.join(names[:3])}{more} are {problem}")
     for name, shape in expected.items():
-        tensor = checkpoint.tensors[name]
-        what, types = f"{tensor.path}: tensor {name} must", ", ".join(_ELEMENT_BYTES)
-        if tensor.shape != shape:
-            raise CheckpointError(f"{what} have shape {list(shape)} by config.json; found {list(tensor.shape)}")
-        if tensor.element_type not in _ELEMENT_BYTES:
-            raise CheckpointError(f"{what} be one of {types}; found {tensor.element_type}")
+        _check_tensor(checkpoint, name, [shape], [_FP8] if name in quantized else _PLAIN_TYPES)
+    for name, shape in quantized.items():
+        is_channels = config.fp8 is not None and not config.fp8.blocks
+        shapes = [(), (1,), shape[:1], shape] if is_channels else [shape]
+        _check_tensor(checkpoint, scales[name] or "", shapes, _PLAIN_TYPES)
+    for name, stored in checkpoint.tensors.items() if config.fp8_kv else ():
+        if is_stored and name.endswith(unused[len(_UNUSED_SCALES) :]) and math.prod(stored.shape) != 1:
+            raise CheckpointError(
+                f"{stored.path}: tensor {name} must be one number: keys and values have one FP8 scale a layer; found "
+                f"{list(stored.shape)}: leave out kv_cache_dtype"
+            )
+
+
+def _check_tensor(checkpoint: Checkpoint, name: str, shapes: Sequence[tuple[int, ...]], types: Sequence[str]) -> None:
+    tensor = checkpoint.tensors[name]
+    what = f"{tensor.path}: tensor {name} must"
+    if tensor.shape not in shapes:
+        required = " or ".join(str(list(shape)) for shape in shapes)
+        raise CheckpointError(f"{what} have shape {required} by config.json; found {list(tensor.shape)}")
+    if tensor.element_type not in types:
+        raise CheckpointError(f"{what} be one of {', '.join(types)}; found {tensor.element_type}")
+
+
+def _check_blocks(config: ModelConfig) -> None:
+    """Refuse blocks of weights that cross two modules, or whose rows would be held in another order."""
+    if config.fp8 is None or not config.fp8.blocks:
+        return
+    of_mlp = [size for size in (config.expert_intermediate_size, config.dense_mlp_size) if size]
+    sizes = () if config.fused_projections else (config.q_size, config.kv_size, *of_mlp)
+    if any(size % FP8_BLOCK for size in sizes) or config.rotary_dim is not None:
+        raise UnsupportedModelError(
+            f"FP8 weights in blocks of {FP8_BLOCK} need q, k, v, gate and up of multiples of {FP8_BLOCK} channels, and "
+            f"whole heads of 64, 128 or 256; the model has q_size {config.q_size}, kv_size {config.kv_size}, "
+            f"intermediate_size {' and '.join(map(str, of_mlp))}, head_dim "
+            f"{config.stored_head_dim or config.head_dim}: take the 16-bit checkpoint"
+        )
 
 
 class WeightLoading:

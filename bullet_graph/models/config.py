@@ -6,8 +6,9 @@ from typing import Literal
 
 from bullet_graph.errors import UnsupportedModelError
 from bullet_graph.models.json_files import JsonObject, read_json_object
+from bullet_graph.models.quantization import FUSED_MODULES, MODULES, expert_modules, read_quantization
 from bullet_graph.models.rope import Rope, read_rope
-from bullet_graph.perf.roofline import DecoderShape, decode_weight_bytes
+from bullet_graph.perf.roofline import DecoderShape, fp8_savings, num_weights
 
 DtypeName = Literal["bfloat16", "float16", "float32"]
 
@@ -15,18 +16,19 @@ DTYPE_BYTES: Mapping[DtypeName, int] = {"bfloat16": 2, "float16": 2, "float32": 
 
 _GELU = "gelu_pytorch_tanh"
 _SLIDING, _FULL = "sliding_attention", "full_attention"
-_REFUSED = dict.fromkeys(
-    ("quantization_config", "compression_config"), "only bf16, fp16 and fp32 weights are read"
-) | dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping"), "soft caps are not implemented")
+_REFUSED = {"compression_config": "only bf16, fp16, fp32 and FP8 weights are read"} | dict.fromkeys(
+    ("attn_logit_softcapping", "final_logit_softcapping"), "soft caps are not implemented"
+)
 """Keys that must be absent, and why."""
 _MAX_EOS_IDS = 1024
-_MAX_VOCAB, _MAX_LAYERS, _MAX_HEADS, _MAX_HEAD_DIM, _MAX_WIDTH = 2**24, 2**10, 2**12, 2**12, 2**20
+_MAX_VOCAB, _MAX_LAYERS, _MAX_HEADS, _MAX_HEAD_DIM, MAX_WIDTH = 2**24, 2**10, 2**12, 2**12, 2**20
+_MAX_EXPERTS = 2**10
 """Several times the largest published models': above, a file is broken or made to exhaust this machine."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig(DecoderShape):
-    """Shape and constants of a dense decoder, of any family; ``dtype`` is the checkpoint's own.
+    """Shape and constants of a decoder, of any family; ``dtype`` is the checkpoint's own.
 
     Attributes:
         architecture: the Hugging Face class name.
@@ -43,6 +45,9 @@ class ModelConfig(DecoderShape):
         residual_multiplier: multiplies what a sub-layer adds to the residual.
         logits_divisor: divides logits.
         fused_projections: the checkpoint has q, k and v in one tensor, gate and up in another.
+        renormalize_experts: the weights of a row's experts add up to 1.
+        router_bias: the router has a bias, as dummy weights with a router skew have it.
+        mixtral_names: the checkpoint names experts as Mixtral's do.
     """
 
     architecture: str
@@ -62,6 +67,9 @@ class ModelConfig(DecoderShape):
     logits_divisor: float = 1.0
     tie_word_embeddings: bool = False
     fused_projections: bool = False
+    renormalize_experts: bool = False
+    router_bias: bool = False
+    mixtral_names: bool = False
     dtype: DtypeName
     eos_token_ids: tuple[int, ...]
 
@@ -86,8 +94,14 @@ class ModelConfig(DecoderShape):
         more_norms = 2 * self.hidden_size if self.norms == "both" else 0
         if self.qk_norm:
             more_norms += sum(self.qk_norm_sizes) - 2 * self.head_dim
-        least = decode_weight_bytes(self, batch_size=embedding_rows, dtype_bytes=1)
-        return least + self.num_layers * more_norms
+        more_norms += self.num_experts if self.router_bias else 0
+        least = num_weights(self, embedding_rows=embedding_rows, experts=self.num_experts)
+        return round(least) + self.num_layers * more_norms
+
+    def weight_bytes(self, dtype_bytes: int) -> int:
+        """Memory of all weights, scales included; ``dtype_bytes`` are of those that are not FP8."""
+        saved = fp8_savings(self, dtype_bytes=dtype_bytes, experts=self.num_experts)
+        return self.num_parameters * dtype_bytes - round(saved)
 
 
 def with_padded_heads(config: ModelConfig, head_dims: tuple[int, ...]) -> ModelConfig:
@@ -113,17 +127,19 @@ def read_dense_config(
     *,
     activation_key: str = "hidden_act",
     fused_projections: bool = False,
+    has_experts: bool = False,
     slides: Callable[[int], bool] | None = None,
 ) -> ModelConfig:
     """Read what all families have in common, as transformers 4 or 5 writes it; raises as ``presets.load_model_config``.
 
-    A family replaces what it has of its own. ``slides`` says of a layer whether it has a sliding window where
+    A family replaces what it has of its own; one that ``has_experts`` calls :func:`with_experts`, which reads how the
+    weights are quantized. ``slides`` says of a layer whether it has a sliding window where
     ``layer_types`` does not; None refuses windows.
     """
     _refuse_unsupported_features(config, may_slide=slides is not None)
     if config.get(activation_key) not in (None, "silu", _GELU):
         config.fail(activation_key, f"silu or {_GELU}: no other is implemented", UnsupportedModelError)
-    hidden_size = config.read("hidden_size", int, at_most=_MAX_WIDTH)
+    hidden_size = config.read("hidden_size", int, at_most=MAX_WIDTH)
     num_heads = config.read("num_attention_heads", int, at_most=_MAX_HEADS)
     num_kv_heads = config.read("num_key_value_heads", int, default=num_heads)
     if num_heads % num_kv_heads:
@@ -131,17 +147,19 @@ def read_dense_config(
     vocab_size = config.read("vocab_size", int, at_most=_MAX_VOCAB)
     num_layers = config.read("num_hidden_layers", int, at_most=_MAX_LAYERS)
     head_dim = _head_dim(config, hidden_size, num_heads)
+    modules = FUSED_MODULES if fused_projections else MODULES
     rope, rotary_dim = read_rope(config, head_dim, can_be_partial=fused_projections)
     return ModelConfig(
         architecture=config.get("architectures")[0],
         vocab_size=vocab_size,
         hidden_size=hidden_size,
-        intermediate_size=config.read("intermediate_size", int, at_most=_MAX_WIDTH),
+        intermediate_size=config.read("intermediate_size", int, at_most=MAX_WIDTH),
         num_layers=num_layers,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         layer_windows=() if slides is None else _layer_windows(config, num_layers, slides),
+        fp8=None if has_experts else read_quantization(config, num_layers, modules),
         max_position_embeddings=config.read("max_position_embeddings", int),
         rms_norm_eps=config.read("rms_norm_eps", float),
         rope=rope,
@@ -151,6 +169,45 @@ def read_dense_config(
         fused_projections=fused_projections,
         dtype=_dtype(config),
         eos_token_ids=_eos_token_ids(config, vocab_size),
+    )
+
+
+def with_experts(
+    model: ModelConfig,
+    config: JsonObject,
+    *,
+    expert_size: int,
+    renormalize: bool,
+    shared_size: int = 0,
+    mixtral_names: bool = False,
+) -> ModelConfig:
+    """The same model with experts instead of MLPs in all layers; raises as ``presets.load_model_config``.
+
+    ``expert_size`` and ``shared_size`` are the intermediate sizes of a routed expert and of the shared one.
+    """
+    if config.get("mlp_only_layers"):
+        config.fail(
+            "mlp_only_layers", "empty: layers without experts among others are not implemented", UnsupportedModelError
+        )
+    if config.read("decoder_sparse_step", int, default=1) != 1:
+        config.fail(
+            "decoder_sparse_step", "1: layers without experts among others are not implemented", UnsupportedModelError
+        )
+    if model.gelu:
+        config.fail("hidden_act", "silu in a model of experts", UnsupportedModelError)
+    # transformers 5 writes the second for Qwen3.
+    key = "num_local_experts" if config.get("num_experts") is None else "num_experts"
+    num_experts = config.read(key, int, at_most=_MAX_EXPERTS)
+    modules = expert_modules(num_experts, has_shared=shared_size > 0, mixtral_names=mixtral_names)
+    return replace(
+        model,
+        num_experts=num_experts,
+        experts_per_token=config.read("num_experts_per_tok", int, at_most=num_experts),
+        expert_intermediate_size=expert_size,
+        shared_expert_intermediate_size=shared_size,
+        renormalize_experts=renormalize,
+        mixtral_names=mixtral_names,
+        fp8=read_quantization(config, model.num_layers, modules),
     )
 
 

@@ -8,7 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from bullet_graph.kernels.ops import HeadNorms, Linear, TorchOps
+from bullet_graph.kernels.fp8 import Quantized
+from bullet_graph.kernels.ops import Experts, HeadNorms, Linear, TorchOps
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +35,16 @@ class Mlp(NamedTuple):
     gelu: bool = False
 
 
+class Mixture(NamedTuple):
+    """Routed experts, and one that all rows go to: ``shared``, times the sigmoid of the one column of its gate."""
+
+    experts: Experts
+    shared: Mlp | None = None
+    shared_gate: Linear | None = None
+
+
 _InputWeights = tuple[Tensor | None, Linear, HeadNorms | None]
-_OutputWeights = tuple[Linear, Tensor | None, Tensor | None, Mlp, Tensor | None, float]
+_OutputWeights = tuple[Linear, Tensor | None, Tensor | None, Mlp | Mixture, Tensor | None, float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +60,7 @@ class Layer:
     attention: SelfAttention
     attended_norm: Tensor | None
     mlp_norm: Tensor | None
-    mlp: Mlp
+    mlp: Mlp | Mixture
     output_norm: Tensor | None
     residual_multiplier: float = 1.0
     input_weights: _InputWeights = field(init=False, repr=False)
@@ -83,8 +92,8 @@ def attention_input(
 
     They are in ``out`` and ``summed``, or new memory.
     """
-    x, residual = _add_norm(ops, x, residual, norm, eps, summed)
-    projected = ops.linear(x, qkv, out=out)
+    rows, residual = _add_norm(ops, x, residual, norm, eps, qkv, summed)
+    projected = ops.linear(rows, qkv, out=out)
     if norms is not None:
         q_size, k_size = len(norms.q), len(norms.k)
         ops.rms_norm_(projected[:, :q_size], norms.q, eps)
@@ -99,26 +108,52 @@ def attention_output(
     o: Linear,
     attended_norm: Tensor | None,
     mlp_norm: Tensor | None,
-    mlp: Mlp,
+    mlp: Mlp | Mixture,
     output_norm: Tensor | None,
     multiplier: float,
     eps: float,
 ) -> tuple[Tensor, Tensor]:
     """Project, norm, MLP, after attention; returns (x [rows, hidden_size], residual)."""
-    x = _normed_output(ops, ops.linear(attended, o), attended_norm, multiplier, eps)
-    x, residual = _add_norm(ops, x, residual, mlp_norm, eps)
-    x = ops.linear(ops.glu(x, mlp.gate_up, mlp.gelu), mlp.down)
+    group = o.group
+    rows = attended if group is None else ops.quantize(attended, group)
+    x = _normed_output(ops, ops.linear(rows, o), attended_norm, multiplier, eps)
+    into = mlp.gate_up if isinstance(mlp, Mlp) else mlp.experts.router
+    rows, residual = _add_norm(ops, x, residual, mlp_norm, eps, into)
+    x = _glu_output(ops, rows, mlp) if isinstance(mlp, Mlp) else _mixture(ops, rows, mlp)
     return _normed_output(ops, x, output_norm, multiplier, eps), residual
 
 
+def _glu_output(ops: TorchOps, rows: Tensor | Quantized, mlp: Mlp) -> Tensor:
+    return ops.linear(ops.glu(rows, mlp.gate_up, mlp.gelu, mlp.down.group), mlp.down)
+
+
+def _mixture(ops: TorchOps, x: Tensor | Quantized, mixture: Mixture) -> Tensor:
+    assert isinstance(x, Tensor), "the router's rows are not quantized"
+    out = ops.experts(x, mixture.experts)
+    if mixture.shared is None or mixture.shared_gate is None:
+        return out
+    group = mixture.shared.gate_up.group
+    shared = _glu_output(ops, x if group is None else ops.quantize(x, group), mixture.shared)
+    return out + torch.sigmoid(ops.linear(x, mixture.shared_gate)) * shared
+
+
 def _add_norm(
-    ops: TorchOps, x: Tensor, residual: Tensor, norm: Tensor | None, eps: float, summed: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """A sub-layer's input, and the new residual."""
-    if norm is not None:
+    ops: TorchOps,
+    x: Tensor,
+    residual: Tensor,
+    norm: Tensor | None,
+    eps: float,
+    into: Linear,
+    summed: Tensor | None = None,
+) -> tuple[Tensor | Quantized, Tensor]:
+    """A sub-layer's input, quantized if its first projection is, and the new residual."""
+    group = into.group
+    if norm is None:
+        summed = torch.add(x, residual, out=summed)
+        return (summed if group is None else ops.quantize(summed, group)), summed
+    if group is None:
         return ops.add_rms_norm(x, residual, norm, eps, summed)
-    summed = torch.add(x, residual, out=summed)
-    return summed, summed
+    return ops.add_rms_norm_quantized(x, residual, norm, eps, group, summed)
 
 
 def _normed_output(ops: TorchOps, x: Tensor, norm: Tensor | None, multiplier: float, eps: float) -> Tensor:

@@ -2,27 +2,38 @@
 
 import difflib
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
 
 from bullet_graph.errors import ConfigError, ModelError, UnsupportedModelError
 from bullet_graph.models.config import ModelConfig, read_dense_config
-from bullet_graph.models.families import gemma, granite, llama, mistral, olmo, phi, qwen, smollm
+from bullet_graph.models.families import gemma, granite, llama, mistral, mixtral, olmo, phi, qwen, qwen_moe, smollm
 from bullet_graph.models.hub import download, is_hub_id
 from bullet_graph.models.json_files import JsonObject, read_json_object
+from bullet_graph.perf.roofline import Fp8Weights
+
+_PRESETS = {
+    "tiny": llama.TINY,
+    "llama-3.2-1b": llama.LLAMA_3_2_1B,
+    "llama-3.1-8b": llama.LLAMA_3_1_8B,
+    "llama-3.1-70b": llama.LLAMA_3_1_70B,
+    "qwen3-0.6b": qwen.QWEN3_0_6B,
+    "qwen3-8b": qwen.QWEN3_8B,
+    "tiny-moe": qwen_moe.TINY_MOE,
+    "qwen3-30b-a3b": qwen_moe.QWEN3_30B_A3B,
+    "qwen3-235b-a22b": qwen_moe.QWEN3_235B_A22B,
+    "mixtral-8x7b": mixtral.MIXTRAL_8X7B,
+}
+_NOT_IN_FP8 = ("tiny", "llama-3.2-1b", "tiny-moe")
 
 PRESETS: Mapping[str, ModelConfig] = MappingProxyType(
-    {
-        "tiny": llama.TINY,
-        "llama-3.2-1b": llama.LLAMA_3_2_1B,
-        "llama-3.1-8b": llama.LLAMA_3_1_8B,
-        "qwen3-0.6b": qwen.QWEN3_0_6B,
-        "qwen3-8b": qwen.QWEN3_8B,
-    }
+    _PRESETS
+    | {f"{name}-fp8": replace(_PRESETS[name], fp8=Fp8Weights()) for name in _PRESETS if name not in _NOT_IN_FP8}
 )
 
-PRESETS_OF_BYTES = frozenset({"tiny"})
+PRESETS_OF_BYTES = frozenset({"tiny", "tiny-moe"})
 """Presets whose text is read and written byte by byte (``byte_tokenizer``); the others take only token ids."""
 
 _READERS: Mapping[str, Callable[[JsonObject], ModelConfig]] = {
@@ -30,10 +41,13 @@ _READERS: Mapping[str, Callable[[JsonObject], ModelConfig]] = {
     "GraniteForCausalLM": granite.read_granite,
     "LlamaForCausalLM": read_dense_config,
     "MistralForCausalLM": mistral.read_mistral,
+    "MixtralForCausalLM": mixtral.read_mixtral,
     "Olmo2ForCausalLM": olmo.read_olmo2,
     "Phi3ForCausalLM": phi.read_phi3,
     "Qwen2ForCausalLM": qwen.read_qwen2,
+    "Qwen2MoeForCausalLM": qwen_moe.read_qwen2_moe,
     "Qwen3ForCausalLM": qwen.read_qwen3,
+    "Qwen3MoeForCausalLM": qwen_moe.read_qwen3_moe,
     "SmolLM3ForCausalLM": smollm.read_smollm3,
 }
 """Reader of ``config.json``, by Hugging Face's name of the architecture."""

@@ -139,9 +139,7 @@ class Tokenizer:
         config_path = folder / "tokenizer_config.json"
         config = read_json_object(config_path) if config_path.exists() else JsonObject(config_path, {})
         return cls(
-            tokenizer,
-            chat_template=_read_chat_template(folder, config),
-            special_tokens=_special_tokens(folder, config),
+            tokenizer, chat_template=_read_chat_template(folder, config), special_tokens=_special_tokens(folder, config)
         )
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:

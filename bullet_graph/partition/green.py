@@ -6,15 +6,7 @@ from typing import Any
 
 from bullet_graph.errors import PartitionError
 from bullet_graph.partition.driver import create_lane_streams
-from bullet_graph.partition.masks import (
-    LANES,
-    SMS_PER_TPC,
-    GpcLayout,
-    Lane,
-    SmPartition,
-    lane_tpcs,
-    sm_ranges,
-)
+from bullet_graph.partition.masks import LANES, SMS_PER_TPC, GpcLayout, Lane, SmPartition, lane_tpcs, sm_ranges
 from bullet_graph.partition.probe import SmidProbe
 
 _GreenStream = tuple[int, frozenset[int]]

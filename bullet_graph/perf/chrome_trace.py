@@ -21,13 +21,7 @@ def to_chrome_trace(trace: Trace, window: Window) -> dict[str, Any]:
     header = trace.header
     threads = {_PLANNER_THREAD: "planner"} | {n: f"{lane} lane" for lane, n in _LANE_THREADS.items()}
     events = [
-        _event(
-            "M",
-            "process_name",
-            None,
-            tid=0,
-            args={"name": f"bullet-graph: {header.model} on {header.device}"},
-        ),
+        _event("M", "process_name", None, tid=0, args={"name": f"bullet-graph: {header.model} on {header.device}"}),
         *(_event("M", "thread_name", None, tid=n, args={"name": name}) for n, name in threads.items()),
     ]
     for decision in trace.decisions:

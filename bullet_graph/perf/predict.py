@@ -9,14 +9,7 @@ from bullet_graph.errors import PerfTableError
 from bullet_graph.hardware import gpu_spec
 from bullet_graph.perf.performance import Prediction, SplitPrediction, attention_pairs
 from bullet_graph.perf.roofline import CHUNK_STEP_TOKENS, DecoderShape, Roofline
-from bullet_graph.perf.surface import (
-    NOTHING_MEASURED,
-    Surface,
-    clamp_cells,
-    fill_like,
-    fill_surface,
-    nodes_around,
-)
+from bullet_graph.perf.surface import NOTHING_MEASURED, Surface, clamp_cells, fill_like, fill_surface, nodes_around
 from bullet_graph.perf.table import MixedPoint, PerfTable, SplitPoint, shape_numbers
 
 _DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
@@ -150,7 +143,7 @@ def _check(table: PerfTable, shape: DecoderShape) -> None:
         )
     if dict(table.key.shape) != shape_numbers(shape):
         raise PerfTableError(
-            f"the performance table is of {table.key.model}, another model than the one to predict: "
+            f"the performance table is of {table.key.model}, another model or number format than the one to predict: "
             "run `bullet-graph profile` for this one"
         )
     if table.key.dtype not in _DTYPE_BYTES:
@@ -185,9 +178,7 @@ class LaneTimes:
         # Numbers of rows measured, rising, by SMs.
         self.rows = {sms: sorted({x for x, _, _ in measured}) for sms, measured in by_sms.items()}
         self.whole = whole = fill_surface(
-            by_sms.pop(num_sms),
-            lambda x, y: reference(x, y, num_sms),
-            xs=nodes_around(self.rows[num_sms], end),
+            by_sms.pop(num_sms), lambda x, y: reference(x, y, num_sms), xs=nodes_around(self.rows[num_sms], end)
         )
         # A part of the GPU behaves like the whole, but slower: a few points suffice to place it.
         self._surfaces = {num_sms: whole} | {sms: fill_like(measured, whole) for sms, measured in by_sms.items()}

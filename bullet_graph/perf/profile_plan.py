@@ -126,12 +126,7 @@ class ProfilePlan:
 
 
 def plan_profile(
-    *,
-    model: PerformanceModel,
-    decode_sms: Sequence[int],
-    limits: ProfileLimits,
-    time_budget_s: float,
-    seed: int,
+    *, model: PerformanceModel, decode_sms: Sequence[int], limits: ProfileLimits, time_budget_s: float, seed: int
 ) -> ProfilePlan:
     """Choose the points and the length of their bursts for a time budget, which is for the measurements alone.
 

@@ -56,11 +56,7 @@ def collect_provenance(device: "torch.device | str") -> Provenance:
     gpu = None if device.type == "cpu" else torch.cuda.get_device_properties(device)
     return Provenance(
         date_utc=datetime.now(UTC).isoformat(timespec="seconds"),
-        versions={
-            "bullet_graph": __version__,
-            "python": platform.python_version(),
-            **library_versions(),
-        },
+        versions={"bullet_graph": __version__, "python": platform.python_version(), **library_versions()},
         git_commit=commit,
         git_dirty=is_dirty,
         host_cpu=host_cpu(),

@@ -1,6 +1,7 @@
 """Step times from arithmetic alone: bytes moved, operations, and how well matrix products fill the SMs."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from bullet_graph.hardware import GpuSpec
@@ -11,16 +12,40 @@ CHUNK_STEP_TOKENS = 64
 
 TILE_ROWS = 128
 TILE_COLUMNS = 256
+EXPERT_TILE_ROWS = 64
+"""Of products with experts, each of which has few rows."""
 
 _SPLIT_STEP_SMS = 16
 
 
+PROJECTIONS = ("qkv", "o", "gate_up", "down")
+"""A layer's projections; in a model of experts, gate_up and down are those of every expert."""
+
+FP8_BLOCK = 128
+"""Rows and columns of a block of FP8 weights, and columns of FP8 activations, that share a scale."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fp8Weights:
+    """Projections whose weights are FP8 (E4M3), of all layers alike, and whose products are of FP8.
+
+    ``blocks``: a float32 scale for each 128 × 128 block of weights, else for each output channel. ``plain`` are those
+    of :data:`PROJECTIONS` that stay in 16 bits, of experts too. ``is_stored``: the checkpoint has them so; else loading
+    quantizes them.
+    """
+
+    blocks: bool = False
+    plain: tuple[str, ...] = ()
+    is_stored: bool = False
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderShape:
-    """The numbers of a dense decoder that decide its operations and memory traffic.
+    """The numbers of a decoder that decide its operations and memory traffic.
 
     ``qk_norm``: RMSNorm over each query and key head before RoPE. ``layer_windows``: see :attr:`windows`; empty means
-    none in any layer.
+    none in any layer. With ``num_experts``, every layer has experts instead of an MLP of ``intermediate_size``. ``fp8``
+    None: all weights are in the model's dtype, as are keys and values without ``fp8_kv``.
     """
 
     vocab_size: int
@@ -33,6 +58,25 @@ class DecoderShape:
     qkv_bias: bool = False
     qk_norm: bool = False
     layer_windows: tuple[int | None, ...] = ()
+    num_experts: int = 0
+    experts_per_token: int = 0
+    expert_intermediate_size: int = 0
+    shared_expert_intermediate_size: int = 0
+    fp8: Fp8Weights | None = None
+    fp8_kv: bool = False
+
+    @property
+    def dense_mlp_size(self) -> int:
+        """Intermediate size of the MLP that all rows go through: the shared expert's in a model of experts."""
+        return self.shared_expert_intermediate_size if self.num_experts else self.intermediate_size
+
+    @property
+    def mlp_result_size(self) -> int:
+        """Widths of a row's intermediate results in the MLP, added up."""
+        # Both as computed, and in FP8.
+        copies = 1 if self.fp8 is None else 2
+        routed = self.experts_per_token * (copies * self.expert_intermediate_size + self.hidden_size)
+        return routed + 3 * self.dense_mlp_size + 2 * self.num_experts
 
     @property
     def q_size(self) -> int:
@@ -60,8 +104,19 @@ class DecoderShape:
 
 
 def kv_cache_bytes_per_token(shape: DecoderShape, *, dtype_bytes: int) -> int:
-    """Bytes of one token's keys and values in all layers."""
-    return 2 * shape.num_layers * shape.kv_size * dtype_bytes
+    """Bytes of one token's keys and values in all layers; ``dtype_bytes`` are those of the model's dtype."""
+    return 2 * shape.num_layers * shape.kv_size * (1 if shape.fp8_kv else dtype_bytes)
+
+
+def fp8_savings(shape: DecoderShape, *, dtype_bytes: int, experts: float) -> float:
+    """Bytes by which FP8 makes the weights of all layers smaller, less their scales', with so many experts a layer."""
+    blocks = shape.fp8 is not None and shape.fp8.blocks
+
+    def saved(matrices: tuple[tuple[int, int], ...]) -> int:
+        scales = (-(-rows // FP8_BLOCK) * -(-depth // FP8_BLOCK) if blocks else rows for rows, depth in matrices)
+        return sum(map(math.prod, matrices)) * (dtype_bytes - 1) - 4 * sum(scales)
+
+    return shape.num_layers * (saved(fp8_matrices(shape)) + experts * saved(fp8_expert_matrices(shape)))
 
 
 def attended_tokens(shape: DecoderShape, context_tokens: float) -> float:
@@ -74,17 +129,35 @@ def decode_weight_bytes(shape: DecoderShape, *, batch_size: int, dtype_bytes: in
     """Bytes of weights that one decode step reads.
 
     Every layer's matrices, norms and biases and the whole output head (tied or not) are read once, whatever the batch;
-    of the embedding table only one row per sequence.
+    of the embedding table only one row per sequence, and of experts those of :func:`touched_experts`.
     """
+    experts = touched_experts(shape, batch_size)
+    weights = round(num_weights(shape, embedding_rows=batch_size, experts=experts)) * dtype_bytes
+    return weights - round(fp8_savings(shape, dtype_bytes=dtype_bytes, experts=experts))
+
+
+def num_weights(shape: DecoderShape, *, embedding_rows: int, experts: float) -> float:
+    """Weights of all layers with this number of experts each, of the output head, and of rows of the embedding."""
     layer = (
         sum(columns * depth for columns, depth in layer_matrices(shape))
+        + experts * sum(columns * depth for columns, depth in expert_matrices(shape))
         + 2 * shape.hidden_size
         + (shape.q_size + 2 * shape.kv_size if shape.qkv_bias else 0)
         + (2 * shape.head_dim if shape.qk_norm else 0)
     )
     # The final norm, the output head and the embedding rows.
-    rest = shape.hidden_size * (1 + shape.vocab_size + batch_size)
-    return (shape.num_layers * layer + rest) * dtype_bytes
+    return shape.num_layers * layer + shape.hidden_size * (1 + shape.vocab_size + embedding_rows)
+
+
+def touched_experts(shape: DecoderShape, rows: float) -> float:
+    """Experts of a layer that at least one of these rows goes to, on average: E · (1 - (1 - k / E) ** rows).
+
+    It holds where each row takes k of E experts, all equally likely; a skewed router touches fewer.
+    """
+    if not shape.num_experts:
+        return 0.0
+    missed: float = (1 - shape.experts_per_token / shape.num_experts) ** rows
+    return shape.num_experts * (1 - missed)
 
 
 def decode_step_bytes(shape: DecoderShape, *, batch_size: int, context_tokens: float, dtype_bytes: int) -> float:
@@ -103,14 +176,45 @@ def decode_step_bytes(shape: DecoderShape, *, batch_size: int, context_tokens: f
 # the last wave takes as long as the others however few blocks are left for it.
 
 
+def layer_projections(shape: DecoderShape) -> dict[str, tuple[int, int]]:
+    """(output columns, input columns) of the products of all rows, by name of :data:`PROJECTIONS`.
+
+    In a model of experts, gate_up and down are those of the shared expert, if there is one.
+    """
+    size, hidden_size = shape.dense_mlp_size, shape.hidden_size
+    attention = {"qkv": (shape.q_size + 2 * shape.kv_size, hidden_size), "o": (hidden_size, shape.q_size)}
+    return attention | ({"gate_up": (2 * size, hidden_size), "down": (hidden_size, size)} if size else {})
+
+
+def expert_projections(shape: DecoderShape) -> dict[str, tuple[int, int]]:
+    """(output columns, input columns) of one routed expert's products, by name; none in a dense model."""
+    size, hidden_size = shape.expert_intermediate_size, shape.hidden_size
+    return {"gate_up": (2 * size, hidden_size), "down": (hidden_size, size)} if shape.num_experts else {}
+
+
 def layer_matrices(shape: DecoderShape) -> tuple[tuple[int, int], ...]:
-    """(output columns, input columns) of a layer's products: qkv, attention output, gate and up, down."""
-    return (
-        (shape.q_size + 2 * shape.kv_size, shape.hidden_size),
-        (shape.hidden_size, shape.q_size),
-        (2 * shape.intermediate_size, shape.hidden_size),
-        (shape.hidden_size, shape.intermediate_size),
-    )
+    """Sizes of :func:`layer_projections`, and in a model of experts of the router with the shared expert's gate."""
+    gates = ((shape.num_experts + bool(shape.dense_mlp_size), shape.hidden_size),) if shape.num_experts else ()
+    return tuple(layer_projections(shape).values()) + gates
+
+
+def expert_matrices(shape: DecoderShape) -> tuple[tuple[int, int], ...]:
+    """Sizes of :func:`expert_projections`."""
+    return tuple(expert_projections(shape).values())
+
+
+def fp8_matrices(shape: DecoderShape) -> tuple[tuple[int, int], ...]:
+    """Those of :func:`layer_matrices` whose products are of FP8; never the router."""
+    return _in_fp8(shape, layer_projections(shape))
+
+
+def fp8_expert_matrices(shape: DecoderShape) -> tuple[tuple[int, int], ...]:
+    """Those of :func:`expert_matrices` whose products are of FP8."""
+    return _in_fp8(shape, expert_projections(shape))
+
+
+def _in_fp8(shape: DecoderShape, projections: Mapping[str, tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+    return tuple(size for name, size in projections.items() if shape.fp8 is not None and name not in shape.fp8.plain)
 
 
 def num_waves(rows: float, columns: int, sms: int) -> int:
@@ -118,13 +222,21 @@ def num_waves(rows: float, columns: int, sms: int) -> int:
     return math.ceil(math.ceil(rows / TILE_ROWS) * math.ceil(columns / TILE_COLUMNS) / sms)
 
 
-def wave_efficiency(tokens: float, sms: int, matrices: tuple[tuple[int, int], ...]) -> float:
-    """Share of the SMs' time that the products of ``tokens`` rows use: above 0, at most 1; memory is not considered."""
-    useful = spent = 0
-    for columns, depth in matrices:
+def wave_efficiency(tokens: float, sms: int, shape: DecoderShape) -> float:
+    """Share of the SMs' time that the products of ``tokens`` rows use: above 0, at most 1; memory is not considered.
+
+    All experts that are touched are taken to have equally many rows, and one launch to compute them all.
+    """
+    useful = spent = 0.0
+    for columns, depth in layer_matrices(shape):
         useful += columns * depth
-        spent += num_waves(tokens, columns, sms) * depth
-    return tokens * useful / (spent * sms * TILE_ROWS * TILE_COLUMNS)
+        spent += num_waves(tokens, columns, sms) * depth * TILE_ROWS
+    if touched := touched_experts(shape, tokens):
+        tiles = touched * math.ceil(tokens * shape.experts_per_token / touched / EXPERT_TILE_ROWS)
+        for columns, depth in expert_matrices(shape):
+            useful += shape.experts_per_token * columns * depth
+            spent += math.ceil(tiles * math.ceil(columns / TILE_COLUMNS) / sms) * depth * EXPERT_TILE_ROWS
+    return tokens * useful / (spent * sms * TILE_COLUMNS)
 
 
 # ---- times ----
@@ -144,11 +256,20 @@ class Roofline:
         self.sharing_slowdown = spec.sharing_slowdown
         self._spec = spec
         self._shape = shape
-        self._matrices = layer_matrices(shape)
         self._weight_bytes = decode_weight_bytes(shape, batch_size=0, dtype_bytes=dtype_bytes)
+        of_expert = sum(map(math.prod, expert_matrices(shape)))
+        saved = fp8_savings(shape, dtype_bytes=dtype_bytes, experts=1) - fp8_savings(
+            shape, dtype_bytes=dtype_bytes, experts=0
+        )
+        self._expert_bytes = shape.num_layers * dtype_bytes * of_expert - saved
         self._head_bytes = shape.hidden_size * shape.vocab_size * dtype_bytes
         self._kv_bytes = kv_cache_bytes_per_token(shape, dtype_bytes=dtype_bytes)
-        self._row_flops = 2 * (self._weight_bytes - self._head_bytes) / dtype_bytes
+        met = num_weights(shape, embedding_rows=0, experts=shape.experts_per_token)
+        in_fp8 = sum(map(math.prod, fp8_matrices(shape)))
+        in_fp8 += shape.experts_per_token * sum(map(math.prod, fp8_expert_matrices(shape)))
+        # As many operations in 16 bits as take this long.
+        self._row_flops = 2 * (met - self._head_bytes / dtype_bytes)
+        self._row_flops -= 2 * shape.num_layers * in_fp8 * (1 - spec.tflops / spec.fp8_tflops)
         self._head_flops = 2 * self._head_bytes / dtype_bytes
         self._pair_flops = 4 * shape.num_layers * shape.num_heads * shape.head_dim
         self._overhead_ms = shape.num_layers * spec.layer_overhead_ms
@@ -157,20 +278,17 @@ class Roofline:
         """Weights, keys and values at the bandwidth of the SMs; the number of rows may be a mean."""
         sms = sms or self.num_sms
         flops = batch_size * (self._row_flops + self._head_flops)
-        weights_ms = self._weight_bytes / self._bytes_per_ms(sms)
-        products_ms = max(weights_ms, flops / self._flops_per_ms(sms))
+        products_ms = max(self._weights_ms(batch_size, sms), flops / self._flops_per_ms(sms))
         kv_ms = self._kv_ms(batch_size, kv_tokens, sms)
         return Prediction(products_ms + kv_ms + self._overhead_ms, measured=False)
 
     def prefill(self, tokens: float, pairs: float, sms: int | None = None) -> Prediction:
         """Products in whole waves, then attention; the number of rows may be a mean."""
         sms = sms or self.num_sms
-        efficiency = wave_efficiency(tokens, sms, self._matrices)
-        products_ms = tokens * self._row_flops / (self._flops_per_ms(sms) * efficiency)
-        weights_ms = self._weight_bytes / self._bytes_per_ms(sms)
+        products_ms = self._prefill_products_ms(tokens, sms)
         flops = self._attended(tokens, pairs) * self._pair_flops
         attention_ms = flops / (self._spec.attention_tflops * 1e9 * self._compute_share(sms))
-        return Prediction(max(products_ms, weights_ms) + attention_ms + self._overhead_ms, measured=False)
+        return Prediction(products_ms + attention_ms + self._overhead_ms, measured=False)
 
     def mixed(self, tokens: int, pairs: float, batch_size: int, kv_tokens: int) -> Prediction:
         kv_ms = self._kv_ms(batch_size, kv_tokens, self.num_sms)
@@ -186,12 +304,24 @@ class Roofline:
     def wave_chunk_tokens(self, max_tokens: int, sms: int | None = None) -> int:
         """The chunk of at most ``max_tokens`` rows whose products fill their waves best, the largest of equals.
 
+        With experts it is the one of the highest rate: a short chunk reads nearly as many experts as a long one.
         It is a multiple of ``CHUNK_STEP_TOKENS``, or ``max_tokens`` itself if that is less than one step.
         """
         if max_tokens < CHUNK_STEP_TOKENS:
             return max_tokens
         sizes, on = range(CHUNK_STEP_TOKENS, max_tokens + 1, CHUNK_STEP_TOKENS), sms or self.num_sms
-        return max(sizes, key=lambda tokens: (wave_efficiency(tokens, on, self._matrices), tokens))
+        if self._shape.num_experts:
+            return max(sizes, key=lambda tokens: (tokens / self._prefill_products_ms(tokens, on), tokens))
+        return max(sizes, key=lambda tokens: (wave_efficiency(tokens, on, self._shape), tokens))
+
+    def _prefill_products_ms(self, tokens: float, sms: int) -> float:
+        efficiency = wave_efficiency(tokens, sms, self._shape)
+        computed_ms = tokens * self._row_flops / (self._flops_per_ms(sms) * efficiency)
+        return max(computed_ms, self._weights_ms(tokens, sms))
+
+    def _weights_ms(self, rows: float, sms: int) -> float:
+        num_bytes = self._weight_bytes + touched_experts(self._shape, rows) * self._expert_bytes
+        return num_bytes / self._bytes_per_ms(sms)
 
     def _kv_ms(self, batch_size: float, kv_tokens: float, sms: int) -> float:
         return self._attended(batch_size, kv_tokens) * self._kv_bytes / self._bytes_per_ms(sms)

@@ -147,11 +147,7 @@ def _line(ys: Sequence[float], values: Sequence[float]) -> Callable[[float], flo
 
 
 def _fill(
-    x: float,
-    y: float,
-    lines: Mapping[float, Callable[[float], float]],
-    nodes: Sequence[float],
-    reference: Reference,
+    x: float, y: float, lines: Mapping[float, Callable[[float], float]], nodes: Sequence[float], reference: Reference
 ) -> float:
     if x in lines:
         return lines[x](y)

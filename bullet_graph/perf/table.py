@@ -133,11 +133,25 @@ class PerfTable:
     complete: bool = True
 
 
+_NAMES = tuple(each.name for each in fields(DecoderShape))
+
+
 def shape_numbers(shape: DecoderShape) -> dict[str, int]:
-    """The numbers of a model that decide its times; flags are 0 or 1. Windows count only where there are any."""
-    numbers = {f.name: int(getattr(shape, f.name)) for f in fields(DecoderShape) if f.name != "layer_windows"}
+    """The numbers of a model that decide its times; flags are 0 or 1. Windows, experts and FP8 only where there are."""
+    left_out = {"layer_windows", "fp8", "fp8_kv"}
+    left_out |= {name for name in _NAMES if "expert" in name} if not shape.num_experts else set()
+    numbers = {name: int(getattr(shape, name)) for name in _NAMES if name not in left_out}
     windows = Counter(window for window in shape.layer_windows if window is not None)
-    return numbers | {f"layers_of_window_{window}": count for window, count in sorted(windows.items())}
+    numbers |= {f"layers_of_window_{window}": count for window, count in sorted(windows.items())}
+    if shape.fp8 is not None:
+        numbers["fp8_blocks" if shape.fp8.blocks else "fp8_channels"] = 1
+        numbers |= {f"fp8_without_{name}": 1 for name in shape.fp8.plain}
+    return numbers | {"fp8_kv": 1} if shape.fp8_kv else numbers
+
+
+def format_name(dtype: str, numbers: Mapping[str, int]) -> str:
+    """A dtype and what a model of these :func:`shape_numbers` has in FP8, such as ``bfloat16-fp8_channels``."""
+    return "-".join((dtype, *(name for name in numbers if name.startswith("fp8_"))))
 
 
 def require_match(table: PerfTable, key: TableKey) -> None:
@@ -247,7 +261,10 @@ def gpu_nickname(gpu: str) -> str:
 
 
 def table_file_name(gpu: str, model: str, dtype: str) -> str:
-    """Name of a table's file, such as ``h200_llama-3.1-8b_bfloat16.json``; ``model`` is a preset or a model folder."""
+    """Name of a table's file, such as ``h200_llama-3.1-8b_bfloat16.json``.
+
+    ``model`` is a preset or a model folder, ``dtype`` that of :func:`format_name`.
+    """
     return f"{gpu_nickname(gpu)}_{Path(model).name}_{dtype}.json"
 
 

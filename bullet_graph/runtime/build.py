@@ -171,7 +171,9 @@ def decoder_while_loading(
             cos_sin = cos_sin_tables(runtime.model, runtime.max_model_len, runtime.device)
             decoder = Decoder(runtime.model, weights, cache, cos_sin)
         if checkpoint is None:
-            loading = WeightLoading(weights, fill_dummy(runtime.model, weights, seed=config.seed))
+            loading = WeightLoading(
+                weights, fill_dummy(runtime.model, weights, seed=config.seed, zipf_exponent=config.zipf_exponent)
+            )
         else:
             total = checkpoint.num_bytes
             bar = progress_bar(progress, total=total, desc="Loading weights", unit="B", unit_scale=True)

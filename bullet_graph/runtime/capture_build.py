@@ -145,7 +145,7 @@ def _keep_measured(files: Path, config: EngineConfig, runtime: Runtime) -> None:
 
 def keep_attention(files: Path, runtime: Runtime) -> None:
     """Keep FlashInfer's modules, which FlashInfer builds or has in its own folder."""
-    for module in needed_modules(Gpu.of(runtime.device), runtime.dtype, runtime.model).values():
+    for module in needed_modules(Gpu.of(runtime.device), runtime.dtype, runtime.model):
         library = module.build()
         target = files / library_name(module)
         with file_errors("cannot write into the capture cache"):

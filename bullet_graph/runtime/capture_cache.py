@@ -115,7 +115,7 @@ class CapturedStart:
         """Load FlashInfer's modules, those that the entry has."""
         if self.files is None:
             return
-        for module in needed_modules(Gpu.of(runtime.device), runtime.dtype, runtime.model).values():
+        for module in needed_modules(Gpu.of(runtime.device), runtime.dtype, runtime.model):
             library = self.files / library_name(module)
             if not library.is_file():
                 continue

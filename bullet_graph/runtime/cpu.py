@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bullet_graph.graphs.compiled import PartCompiler, by_rows, compiled_functions
+from bullet_graph.graphs.compiled import CompiledOps, PartCompiler, by_rows, compiled_functions
 from bullet_graph.kernels.attention import ReferenceAttention
 from bullet_graph.kernels.memory import KVCache
 from bullet_graph.kernels.ops import TorchOps
@@ -46,7 +46,7 @@ def reference_attention(cache: KVCache, rows: Rows, q_indptr: Int32Array) -> Ref
 @torch.inference_mode()
 def compiled_for_cpu(decoder: Decoder, max_rows: int, compiler: PartCompiler) -> LayerFunctions:
     """Layer functions for up to ``max_rows`` rows, compiled for forwards of two or more rows."""
-    compiled = compiled_functions(decoder, TorchOps(), TorchOps(), max_rows, compiler)
+    compiled = compiled_functions(decoder, TorchOps(), CompiledOps(), max_rows, compiler)
     return by_rows(eager_functions(TorchOps()), compiled)
 
 

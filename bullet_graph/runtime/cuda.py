@@ -150,21 +150,14 @@ class CudaExecutor(Executor):
             self._state = SamplingState(max_num_seqs + 1, decoder.config.vocab_size, device)  # one for padded rows
             if config.cuda_graphs:
                 self._layer_graphs = PiecewiseGraphs(
-                    decoder,
-                    TritonOps(Gpu.of(device)),
-                    buckets=plan.piecewise_rows,
-                    are_tuned=tuned_rows is not None,
+                    decoder, TritonOps(Gpu.of(device)), buckets=plan.piecewise_rows, are_tuned=tuned_rows is not None
                 )
 
         def lane(name: Lane, graphs: PiecewiseGraphs | None) -> _Lane:
             stream = self._stream(name, WHOLE_GPU)
             with torch.cuda.stream(stream), torch.inference_mode():
                 eager = EagerLane(
-                    decoder,
-                    self._state,
-                    max_num_seqs=max_num_seqs,
-                    max_rows=config.max_forward_rows,
-                    graphs=graphs,
+                    decoder, self._state, max_num_seqs=max_num_seqs, max_rows=config.max_forward_rows, graphs=graphs
                 )
                 slots = Uploader(max_num_seqs * (self._state.settings.shape[1] + 1) + 8, device)
             return _Lane(stream, eager, slots)

@@ -77,13 +77,13 @@ class EagerLane:
             flashinfer_attention.PrefillAttention,
             config,
             decoder.cache,
-            modules=flashinfer_attention.needed_modules(gpu, decoder.weights.lm_head.dtype, config),
             # The two run one after the other, so they share their workspace.
             float_workspace=torch.zeros(prefill_workspace_bytes(config), dtype=torch.uint8, device=device),
         )
-        self._cached_attention = prompt_lane()
-        # Contiguous keys are faster only with TMA, which fa3 uses.
-        self._fresh_attention = prompt_lane() if flashinfer_attention.prefill_backend(gpu) == "fa3" else None
+        dtype = decoder.weights.lm_head.dtype
+        self._cached_attention = prompt_lane(modules=flashinfer_attention.cached_modules(gpu, dtype, config))
+        fresh = flashinfer_attention.fresh_modules(gpu, dtype, config)
+        self._fresh_attention = prompt_lane(modules=fresh) if fresh else None
         # For decode rows in each layer, and for all sampled rows in the last: one after the other.
         self._decode_attention = TritonDecodeAttention(config, decoder.cache, max_rows=max_num_seqs, gpu=gpu)
         # The batch sizes of captured decode steps: for any other size, cuBLAS may choose a kernel that the device must

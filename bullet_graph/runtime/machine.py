@@ -17,14 +17,7 @@ import torch
 from bullet_graph.config import EngineConfig
 from bullet_graph.errors import BulletGraphError, PartitionError
 from bullet_graph.partition import offsets
-from bullet_graph.partition.backend import (
-    AUTO,
-    OPENERS,
-    NoneBackend,
-    PartitionBackend,
-    open_backend,
-    verify,
-)
+from bullet_graph.partition.backend import AUTO, OPENERS, NoneBackend, PartitionBackend, open_backend, verify
 from bullet_graph.partition.masks import SMS_PER_TPC, partition_of, sm_ranges
 from bullet_graph.partition.offsets import DriverId, TrustedOffset
 from bullet_graph.partition.probe import SmidProbe

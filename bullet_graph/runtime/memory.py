@@ -104,7 +104,7 @@ def plan_memory(
     ``max_model_len`` tokens, or ``kv_cache_bytes``, does not fit.
     """
     budget = int(device.total_bytes * config.gpu_memory_utilization) - (device.total_bytes - device.free_bytes)
-    weights = model.num_parameters * dtype_bytes
+    weights = model.weight_bytes(dtype_bytes)
     tables = 4 * len(model.distinct_ropes) * model.head_dim * max_model_len
     activations = _activation_bytes(config, model, dtype_bytes) + tables
     fixed = weights + activations + workspaces_bytes + graphs_bytes
@@ -161,7 +161,7 @@ def _activation_bytes(config: EngineConfig, model: ModelConfig, dtype_bytes: int
     """Peak of a layer's intermediate results for the widest forward on each lane, and of the logits."""
     num_lanes = 2 if config.policy.uses_prefill_lane else 1
     rows = num_lanes * config.chunk_tokens + config.max_num_seqs
-    per_row = 4 * model.hidden_size + 2 * (model.q_size + 2 * model.kv_size) + 3 * model.intermediate_size
+    per_row = 4 * model.hidden_size + 2 * (model.q_size + 2 * model.kv_size) + model.mlp_result_size
     # Logits in the weights' dtype, and twice in float32 where log-probabilities are asked for; a mark for every token.
     marks = 4 * config.max_num_seqs * model.vocab_size
     logits = max(config.max_num_seqs, SCORED_ROWS) * model.vocab_size * (dtype_bytes + 2 * 4) + marks

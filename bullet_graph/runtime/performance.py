@@ -18,6 +18,7 @@ from bullet_graph.perf.roofline import Roofline
 from bullet_graph.perf.table import (
     PerfTable,
     TableKey,
+    format_name,
     list_tables,
     read_table,
     require_match,
@@ -67,8 +68,8 @@ def find_performance(
         key = table_key(runtime)
         needing = f"the policy {config.policy}" if config.reject_late is None else "reject_late"
         raise PerfTableError(
-            f"{needing} needs a performance table of {key.model} in {key.dtype} on {key.gpu}, but "
-            f"there is none at {user_table_file(key)} nor among those that come with the package "
+            f"{needing} needs a performance table of {key.model} in {format_name(key.dtype, key.shape)} on {key.gpu}, "
+            f"but there is none at {user_table_file(key)} nor among those that come with the package "
             f"({', '.join(path.name for path in list_tables()) or 'none'}): run `bullet-graph profile --model "
             f"{config.model}` once, or pass perf_table='roofline' for an estimate"
         )
@@ -115,4 +116,4 @@ def table_key(runtime: "Runtime") -> TableKey:
 def user_table_file(key: TableKey) -> Path:
     """File of this user's table for ``key``, named as the shipped tables are."""
     folder = user_data_path("bullet_graph") / "perf_tables"
-    return folder / table_file_name(key.gpu, key.model, key.dtype)
+    return folder / table_file_name(key.gpu, key.model, format_name(key.dtype, key.shape))

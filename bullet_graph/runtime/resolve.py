@@ -10,19 +10,15 @@ from typing import Any
 import torch
 
 from bullet_graph.config import DeviceName, EngineConfig
-from bullet_graph.errors import (
-    ConfigError,
-    DeviceError,
-    ModelError,
-    SamplingParamsError,
-    UnsupportedModelError,
-)
+from bullet_graph.errors import ConfigError, DeviceError, ModelError, SamplingParamsError, UnsupportedModelError
 from bullet_graph.hardware import GENERIC, GpuSpec, gpu_spec
 from bullet_graph.models.config import ModelConfig, with_padded_heads
 from bullet_graph.models.json_files import read_json_object
 from bullet_graph.models.presets import PRESETS_OF_BYTES, resolve_model
+from bullet_graph.models.quantization import in_formats
 from bullet_graph.models.tokenizer import Tokenizer, byte_tokenizer
 from bullet_graph.models.weights import torch_dtype
+from bullet_graph.perf.roofline import fp8_expert_matrices, fp8_matrices
 from bullet_graph.sampling_params import SamplingParams
 
 FLASHINFER_RELEASE = "0.6.12"
@@ -33,6 +29,10 @@ _GENERATION_CONFIG = ("temperature", "top_p", "top_k", "min_p", "repetition_pena
 
 GPU_HEAD_DIMS = (64, 128, 256)
 """Head sizes that FlashInfer's fa2 and fa3 kernels are written for; smaller heads are padded with zeros."""
+
+
+_LEAST_FP8_CAPABILITY = (8, 9)
+_FP8_ALIGNMENT = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,12 +70,20 @@ def resolve(config: EngineConfig) -> Runtime:
     Raises ModelError, DeviceError where a GPU was asked for and there is none, or ConfigError.
     """
     found = resolve_model(config.model, config.revision)
-    model = found.config
+    model = in_formats(found.config, quantization=config.quantization, kv_cache_dtype=config.kv_cache_dtype)
     if config.load_format == "safetensors" and found.folder is None:
         raise ConfigError(
             f"load_format=safetensors needs a model folder, but {config.model!r} is a preset of shapes only: "
             "use load_format=dummy, or give a folder"
         )
+    if config.zipf_exponent is not None:
+        if not model.num_experts or (found.folder is not None and config.load_format != "dummy"):
+            what = f"{config.model!r} has none" if not model.num_experts else "its weights are read from files"
+            raise ConfigError(
+                f"router_skew={config.router_skew} is for random weights of a model of experts, but {what}: leave it "
+                "out, or use a model of experts such as qwen3-30b-a3b with load_format=dummy"
+            )
+        model = replace(model, router_bias=True)
     device = find_device(config.device)
     if config.dtype != "auto":
         dtype = torch_dtype(config.dtype)
@@ -181,12 +189,37 @@ def check_device(config: EngineConfig, runtime: Runtime) -> None:
             "are compiled: leave them out"
         )
     _require_cuda_libraries()
+    _require_fp8(runtime)
     if runtime.model.head_dim not in GPU_HEAD_DIMS:
         raise UnsupportedModelError(
             f"the GPU's attention kernels need heads of {', '.join(map(str, GPU_HEAD_DIMS))}, the model's have "
             f"{runtime.model.head_dim}. Smaller heads are padded, except where queries and keys are normalized: pass "
             "device=cpu"
         )
+
+
+def _require_fp8(runtime: Runtime) -> None:
+    model = runtime.model
+    if model.fp8 is None and not model.fp8_kv:
+        return
+    capability = torch.cuda.get_device_capability(runtime.device)
+    if capability < _LEAST_FP8_CAPABILITY:
+        raise DeviceError(
+            f"FP8 needs a GPU of compute capability {_shown(_LEAST_FP8_CAPABILITY)} or above, found "
+            f"{_shown(capability)}: leave out quantization and kv_cache_dtype, or take a 16-bit checkpoint"
+        )
+    if model.fp8 is not None and runtime.dtype is not torch.bfloat16:
+        raise ConfigError(f"FP8 weights need dtype=bfloat16 on a GPU, found {runtime.dtype_name}: pass that")
+    sizes = {size for matrix in fp8_matrices(model) + fp8_expert_matrices(model) for size in matrix}
+    if any(size % _FP8_ALIGNMENT for size in sizes):
+        raise UnsupportedModelError(
+            f"the GPU's FP8 products need sizes that are multiples of {_FP8_ALIGNMENT}, the model has "
+            f"{', '.join(map(str, sorted(sizes)))}: take 16-bit weights, or pass device=cpu"
+        )
+
+
+def _shown(capability: tuple[int, int]) -> str:
+    return ".".join(map(str, capability))
 
 
 def _require_cuda_libraries() -> None:

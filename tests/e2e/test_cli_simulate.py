@@ -200,3 +200,11 @@ def test_no_torch_is_imported(arguments: tuple[str, ...]) -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     assert "--goodput" in done.stdout or "goodput_90" in done.stdout
+
+
+def test_a_model_of_experts_by_arithmetic() -> None:
+    arguments = ("--request-rate", "10", "--policy", "auto", "--policy", "mixed", *TARGETS, "--json")
+    for flat in parsed(simulate(*arguments, "--model", "qwen3-30b-a3b"))["results"]:
+        assert flat["completed"] == 30
+        # One row reads 6 GB, as many as touch every expert 60 GB: 1.7 to 17 ms at 3.6 TB/s.
+        assert 2 < flat["median_tpot_ms"] < 20

@@ -6,10 +6,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from checkpoints import MORE_FAMILIES, Family, write_checkpoint
+from checkpoints import EXPERT_FAMILIES, MORE_FAMILIES, Family, write_checkpoint
 from engines import Model, make_engine
 
 from bullet_graph import SamplingParams
+from bullet_graph.errors import ConfigError
+from bullet_graph.kernels import ops
+from bullet_graph.kernels.ops import route
 from bullet_graph.models.config import with_padded_heads
 from bullet_graph.models.presets import FoundModel, resolve_model
 from bullet_graph.runtime import resolve
@@ -39,11 +42,11 @@ ROPES: dict[str, tuple[Family, dict[str, Any]]] = {
 }
 
 
-def check(model: Model, lengths: tuple[int, ...] = LENGTHS, **settings: Any) -> None:
+def check(model: Model, lengths: tuple[int, ...] = LENGTHS, policy: str = "mixed:7", **settings: Any) -> None:
     """Greedy tokens and their log-probabilities, held against one forward over what was generated."""
     rng = np.random.default_rng(5)
     prompts = [rng.integers(0, model.network.config.vocab_size, size=n).tolist() for n in lengths]
-    with make_engine(model.folder, policy="mixed:7", **settings) as engine:
+    with make_engine(model.folder, policy=policy, **settings) as engine:
         outputs = engine.generate(prompts, GREEDY, use_tqdm=False)
     for prompt, output in zip(prompts, outputs, strict=True):
         tokens = output.outputs[0].token_ids
@@ -56,6 +59,43 @@ def check(model: Model, lengths: tuple[int, ...] = LENGTHS, **settings: Any) -> 
 @pytest.mark.parametrize("family", MORE_FAMILIES)
 def test_tokens_and_logprobs_equal(family: Family, tmp_path: Path) -> None:
     check(Model(tmp_path, write_checkpoint(tmp_path, family, num_layers=3, seed=1, tokenizer=False)))
+
+
+@pytest.mark.parametrize("family", EXPERT_FAMILIES)
+def test_experts_under_every_policy(family: Family, tmp_path: Path) -> None:
+    model = Model(tmp_path, write_checkpoint(tmp_path, family, num_layers=3, seed=1, tokenizer=False))
+    for policy in ("mixed:7", "mixed:64", "serial:1", "serial", "auto"):
+        check(model, policy=policy, perf_table="roofline")
+
+
+def test_a_router_skew_makes_some_experts_popular(monkeypatch: pytest.MonkeyPatch) -> None:
+    most: dict[str, float] = {}
+    for skew in ("uniform", "zipf:1"):
+        chosen: list[torch.Tensor] = []
+
+        def recorded(logits: torch.Tensor, top_k: int, *, seen: list[torch.Tensor] = chosen, **how: Any) -> Any:
+            found = route(logits, top_k, **how)
+            seen.append(found[1])
+            return found
+
+        monkeypatch.setattr(ops, "route", recorded)
+        with make_engine("tiny-moe", policy="serial", router_skew=skew) as engine:
+            prompts = np.random.default_rng(2).integers(0, 512, size=(8, 60)).tolist()
+            engine.generate(prompts, GREEDY, use_tqdm=False)
+        # The share of rows that take a layer's most popular expert, of the first layer.
+        first = torch.cat(chosen[::4])
+        most[skew] = float(torch.bincount(first.flatten()).max()) / len(first)
+    # Four of sixteen: a quarter each, or nearly all.
+    assert most["uniform"] < 0.5
+    assert most["zipf:1"] > 0.9
+
+
+def test_a_router_skew_needs_random_weights(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, "qwen3_moe", tokenizer=False)
+    with pytest.raises(ConfigError, match="its weights are read from files: leave it out, or use"):
+        make_engine(tmp_path, router_skew="zipf:1")
+    with make_engine(tmp_path, router_skew="zipf:1", load_format="dummy") as engine:
+        assert engine.model_config.router_bias
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "granite", "phi3", "smollm3"])

@@ -1,6 +1,7 @@
 """A real pretrained model on the CPU: tokens, perplexity and a chat, against ``transformers`` on the same weights."""
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from bullet_graph import Engine, SamplingParams
 
 LONG, SCORED = 2000, 250
 """Tokens of the long prompt, and how many of them the perplexity is of."""
+SCORED_IN_FP8 = 300
 GREEDY = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
 PROMPTS = (
     "The capital of France is",
@@ -78,6 +80,52 @@ def test_tokens_after_a_long_prompt_and_its_perplexity_equal(
     assert output.prompt_logprobs is not None
     ours = -np.mean([entry.logprob for entry in output.prompt_logprobs if entry is not None])
     assert np.exp(ours) == pytest.approx(float(theirs.exp()), rel=1e-3)
+
+
+def test_fp8_costs_the_accuracy_of_its_format_and_no_more(model: Model, long_prompt: list[int]) -> None:
+    scored = long_prompt[:SCORED_IN_FP8]
+    plain = _perplexity(model, scored)
+    with _fp8_linears(model.network):
+        emulated = _perplexity(model, scored)
+    ours = {}
+    for kv_cache_dtype in ("auto", "fp8"):
+        settings = {"device": "cpu", "max_model_len": 512, "max_num_seqs": 1, "kv_cache_bytes": 2**26}
+        settings |= {"quantization": "fp8", "kv_cache_dtype": kv_cache_dtype}
+        with Engine(str(model.folder), **settings) as engine:  # type: ignore[arg-type]
+            (output,) = engine.generate(scored, SamplingParams(max_tokens=0, prompt_logprobs=0), use_tqdm=False)
+        assert output.prompt_logprobs is not None
+        logprobs = [entry.logprob for entry in output.prompt_logprobs if entry is not None]
+        ours[kv_cache_dtype] = np.exp(-np.mean(logprobs))
+    assert ours["auto"] == pytest.approx(emulated, rel=2e-3)
+    assert ours["auto"] == pytest.approx(plain, rel=0.05)
+    assert ours["fp8"] == pytest.approx(plain, rel=0.07)
+
+
+def _perplexity(model: Model, ids: list[int]) -> float:
+    loss = torch.nn.functional.cross_entropy(model.logits(ids)[:-1], torch.tensor(ids[1:]))
+    return float(loss.exp())
+
+
+@contextmanager
+def _fp8_linears(network: torch.nn.Module) -> Iterator[None]:
+    """Round weights, by output channel, and inputs, by token, of all projections to FP8, in `transformers`' network."""
+
+    def rounded(x: torch.Tensor) -> torch.Tensor:
+        scale = x.abs().amax(-1, keepdim=True) / 448
+        return (x / scale).to(torch.float8_e4m3fn).float() * scale
+
+    layers = [m for name, m in network.named_modules() if isinstance(m, torch.nn.Linear) and name != "lm_head"]
+    before = [layer.weight.data for layer in layers]
+    for layer in layers:
+        layer.weight.data = rounded(layer.weight.data)
+    hooks = [layer.register_forward_pre_hook(lambda _, inputs: (rounded(inputs[0]),)) for layer in layers]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for layer, weight in zip(layers, before, strict=True):
+            layer.weight.data = weight
 
 
 def test_a_chat_over_the_server(model: Model) -> None:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from bullet_graph.kernels import flashinfer_attention, memory
+from bullet_graph.kernels.fp8 import FP8
 from bullet_graph.kernels.gpu import Gpu
 
 _CAUSAL = 1
@@ -35,9 +36,11 @@ class _Plan:
 class FakeModule:
     """What ``tvm_ffi.load_module`` gives: functions without names or defaults of arguments."""
 
-    def __init__(self, backend: str, windowed: bool, runs: Runs) -> None:
-        self._backend = backend
-        self._windowed = windowed
+    def __init__(self, spec: flashinfer_attention.ModuleSpec, runs: Runs) -> None:
+        self._backend = spec.backend
+        self._windowed = spec.windowed
+        self._fp8_kv = spec.fp8_kv
+        assert spec.backend == "fa2" or not spec.fp8_kv, "fa3 reads FP8 keys only for FP8 queries"
         self._plans: dict[int, _Plan] = {}
         self.runs = runs
 
@@ -106,7 +109,8 @@ class FakeModule:
         self.runs.append((self._backend, "paged", len(plan.kv_lens)))
         for i, kv_len in enumerate(plan.kv_lens):
             blocks = kv_indices[pages[i] :][: -(-kv_len // page_tokens)].long()
-            k, v = (cache[blocks].flatten(0, 1)[:kv_len] for cache in (k_cache, v_cache))
+            assert (k_cache.dtype is FP8) == (v_cache.dtype is FP8) == self._fp8_kv
+            k, v = (cache[blocks].flatten(0, 1)[:kv_len].to(q.dtype) for cache in (k_cache, v_cache))
             _attend(q, k, v, o, slice(starts[i], starts[i + 1]), sm_scale, plan.window_left)
 
 
@@ -146,9 +150,7 @@ class PlainRing:
 def install(monkeypatch: pytest.MonkeyPatch) -> Runs:
     """Put these modules in place of FlashInfer's, on the CPU as a GPU of four SMs; returns what they have run."""
     found: Runs = []
-    monkeypatch.setattr(
-        flashinfer_attention, "load_module", lambda spec: FakeModule(spec.backend, spec.windowed, found)
-    )
+    monkeypatch.setattr(flashinfer_attention, "load_module", lambda spec: FakeModule(spec, found))
     for module in (flashinfer_attention, memory):
         monkeypatch.setattr(module, "PinnedRing", PlainRing)
     properties = SimpleNamespace(multi_processor_count=4)

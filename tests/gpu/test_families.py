@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from checkpoints import FAMILIES, MORE_FAMILIES, Family, write_checkpoint
+from checkpoints import EXPERT_FAMILIES, FAMILIES, MORE_FAMILIES, Family, write_checkpoint
 from noise import Checkpoint, check_against_transformers
 
 from bullet_graph import Engine, SamplingParams
@@ -27,11 +27,12 @@ HEADS: dict[Family, dict[str, Any]] = {
     # Heads of 96, as Phi-3-mini has, which are padded to 128.
     "phi3": {"hidden_size": 768, "num_attention_heads": 8, "num_key_value_heads": 8},
     "qwen3": {"head_dim": 128},
+    "qwen3_moe": {"head_dim": 128, "moe_intermediate_size": 192},
 }
 """Heads of 64 but for these."""
 
 
-@pytest.fixture(scope="module", params=FAMILIES + MORE_FAMILIES)
+@pytest.fixture(scope="module", params=FAMILIES + MORE_FAMILIES + EXPERT_FAMILIES)
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
     family, folder = request.param, tmp_path_factory.mktemp(request.param)
     changes = SHAPE | HEADS.get(family, {})

@@ -11,7 +11,8 @@ from bullet_graph.kernels.decode_attention import DecodeBatch, TritonDecodeAtten
 from bullet_graph.kernels.flashinfer_attention import (
     PagedBatch,
     PrefillAttention,
-    needed_modules,
+    cached_modules,
+    fresh_modules,
 )
 from bullet_graph.kernels.gpu import Gpu
 from bullet_graph.kernels.memory import KVCache
@@ -37,6 +38,8 @@ MODELS = {
     "one key head": replace(PRESETS["llama-3.1-8b"], num_heads=6, num_kv_heads=1),
     "a window of 1": replace(PRESETS["llama-3.1-8b"], layer_windows=(None, 1)),
     "a window of 100": replace(PRESETS["llama-3.1-8b"], layer_windows=(None, 100)),
+    "an FP8 cache": replace(PRESETS["llama-3.1-8b"], fp8_kv=True),
+    "an FP8 cache and a window": replace(PRESETS["llama-3.2-1b"], fp8_kv=True, layer_windows=(None, 100)),
     "a window of 1000": replace(PRESETS["llama-3.2-1b"], layer_windows=(100, 1000)),
 }
 
@@ -46,14 +49,11 @@ class Kernels:
 
     def __init__(self, config: ModelConfig, cache: KVCache, dtype: torch.dtype) -> None:
         scratch = torch.zeros(prefill_workspace_bytes(config), dtype=torch.uint8, device=DEVICE)
+        gpu = Gpu.of(DEVICE)
+        cached = cached_modules(gpu, dtype, config)
         self._cached, self._fresh = (
-            PrefillAttention(
-                config,
-                cache,
-                modules=needed_modules(Gpu.of(DEVICE), dtype, config),
-                float_workspace=scratch,
-            )
-            for _ in range(2)
+            PrefillAttention(config, cache, modules=modules, float_workspace=scratch)
+            for modules in (cached, fresh_modules(gpu, dtype, config) or cached)
         )
         self._decode = TritonDecodeAttention(config, cache, max_rows=64, gpu=Gpu.of(DEVICE))
         self._block_tokens = cache.block_tokens
@@ -108,7 +108,7 @@ def rows_of(chunks: list[tuple[int, int]], decode: list[int]) -> Rows:
 def project(config: ModelConfig, cache: KVCache, rows: Rows, dtype: torch.dtype) -> tuple[LayerRows, RowInputs]:
     """Random queries, keys and values of a forward whose sequences have random prefixes in the cache."""
     for half in cache.layer(LAYER):
-        half.normal_()
+        half.copy_(torch.randn(half.shape, device=DEVICE))
     width = config.q_size + 2 * config.kv_size
     qkv = torch.randn(len(rows.positions), width, device=DEVICE).to(dtype)
     inputs = RowInputs(

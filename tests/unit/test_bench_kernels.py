@@ -21,6 +21,7 @@ from bench import record
 from bench.kernels import (
     decode_attention,
     decode_step,
+    experts,
     harness,
     layer_products,
     partitions,
@@ -43,7 +44,7 @@ from bullet_graph.models.presets import PRESETS
 from bullet_graph.perf.energy import DeviceMonitor, DeviceReport, SampleRange
 from bullet_graph.perf.profile_plan import ProfilePoint
 from bullet_graph.perf.provenance import collect_provenance
-from bullet_graph.perf.roofline import decode_step_bytes
+from bullet_graph.perf.roofline import PROJECTIONS, decode_step_bytes
 from bullet_graph.workloads import WorkloadRequest
 
 LLAMA = PRESETS["llama-3.1-8b"]
@@ -68,7 +69,7 @@ def run(command: click.Command, *arguments: object) -> Result:
 
 
 @pytest.mark.parametrize(
-    "module", [decode_attention, decode_step, layer_products, partitions, prefill_attention, sustained]
+    "module", [decode_attention, decode_step, experts, layer_products, partitions, prefill_attention, sustained]
 )
 def test_without_a_gpu_one_line_says_so(module: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -106,7 +107,7 @@ def test_lengths() -> None:
 
 def test_operations_by_hand() -> None:
     weights = 4096 * (6144 + 4096 + 2 * 14336 + 14336)
-    assert layer_products.product_flops(LLAMA, 10, *layer_products.NAMES) == 2 * weights * 10
+    assert layer_products.product_flops(LLAMA, 10, *PROJECTIONS) == 2 * weights * 10
     assert layer_products.product_flops(LLAMA, 1, "o") == 2 * 4096 * 4096
     # Two prompts of 3 tokens: 1 + 2 + 3 pairs each, in 32 heads of 128, two multiply-adds an element.
     assert prefill_attention.attention_flops(LLAMA, 2, 3) == 2 * 6 * 32 * 128 * 4

@@ -221,7 +221,7 @@ def test_flashinfer_s_modules(flashinfer: FakeFlashInfer, tmp_path: Path, monkey
     monkeypatch.setitem(sys.modules, "flashinfer", None)  # who imports it from here on, fails
     CapturedStart(tmp_path / "files").load_attention(RUNTIME)
     assert flashinfer.loaded == [tmp_path / "files" / MODULE]
-    load_module(needed_modules(Gpu.of(RUNTIME.device), torch.bfloat16, LLAMA)[None])
+    load_module(needed_modules(Gpu.of(RUNTIME.device), torch.bfloat16, LLAMA)[0])
     assert len(flashinfer.loaded) == 1, "an attention lane gets what the cache has brought"
 
 
@@ -233,5 +233,5 @@ def test_a_library_of_flashinfer_s_that_cannot_be_loaded(flashinfer: FakeFlashIn
         captured.load_attention(RUNTIME)
     assert flashinfer.loaded == []
     assert len(captured.use.problems) == 1
-    load_module(needed_modules(Gpu.of(RUNTIME.device), torch.bfloat16, LLAMA)[None])
+    load_module(needed_modules(Gpu.of(RUNTIME.device), torch.bfloat16, LLAMA)[0])
     assert flashinfer.built == ["prefill_fa3_128"]

@@ -9,7 +9,7 @@ import pytest
 import torch
 from fakes.flashinfer_package import FakeFlashInfer
 
-from bullet_graph.kernels.flashinfer_attention import ModuleSpec, load_module, needed_modules
+from bullet_graph.kernels.flashinfer_attention import ModuleSpec, cached_modules, load_module
 from bullet_graph.kernels.gpu import Gpu
 from bullet_graph.models.presets import PRESETS
 
@@ -66,7 +66,7 @@ def test_what_cannot_be_loaded_is_asked_for_again(flashinfer: FakeFlashInfer, tm
 def test_what_an_engine_needs(capability: tuple[int, int], backend: str) -> None:
     def names(windows: tuple[int | None, ...]) -> dict[int | None, str]:
         shape = replace(PRESETS["tiny"], num_layers=4, layer_windows=windows)
-        modules = needed_modules(Gpu(132, capability), torch.float16, shape)
+        modules = cached_modules(Gpu(132, capability), torch.float16, shape)
         return {window: module.name for window, module in modules.items()}
 
     plain = f"{backend}_float16_64"

@@ -2,14 +2,14 @@ import json
 import re
 import shutil
 from collections.abc import Callable
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 from functools import partial
 from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
 import torch
-from checkpoints import FAMILIES, MORE_FAMILIES, Family, write_checkpoint
+from checkpoints import EXPERT_FAMILIES, FAMILIES, MORE_FAMILIES, Family, write_checkpoint
 from decoders import dummy_weights
 from safetensors.torch import load_file, save_file
 
@@ -17,7 +17,7 @@ from bullet_graph.errors import CheckpointError
 from bullet_graph.models import weights as loader
 from bullet_graph.models.checkpoint import open_checkpoint
 from bullet_graph.models.presets import PRESETS, load_model_config
-from bullet_graph.models.weights import ModelWeights, weight_shapes, zero_weights
+from bullet_graph.models.weights import ModelWeights, fill_dummy, skewed_router_bias, weight_shapes, zero_weights
 
 CPU = torch.device("cpu")
 FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -110,9 +110,31 @@ def test_shapes_are_those_of_transformers(tmp_path: Path, family: Family, tie: b
     assert config.num_parameters == sum(parameter.numel() for parameter in model.parameters())
 
 
+@pytest.mark.parametrize("family", EXPERT_FAMILIES)
+@pytest.mark.parametrize("shards", [1, 3])
+def test_stacked_experts_equal_those_of_transformers(tmp_path: Path, family: Family, shards: int) -> None:
+    model = write_checkpoint(tmp_path, family, shards=shards, tokenizer=False)
+    config, state = load_model_config(tmp_path), model.state_dict()
+    stored = {name: tensor for file in tmp_path.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    # As published: one tensor for each matrix of each expert.
+    assert weight_shapes(config) == {name: tuple(tensor.shape) for name, tensor in stored.items()}
+    assert config.num_parameters == sum(parameter.numel() for parameter in model.parameters())
+    for index, layer in enumerate(load(tmp_path).layers):
+        mlp = {name.partition(".mlp.")[2]: tensor for name, tensor in state.items() if f".{index}.mlp." in name}
+        expected = [mlp["gate.weight"], mlp["experts.gate_up_proj"], mlp["experts.down_proj"]]
+        if "shared_expert_gate.weight" in mlp:
+            shared = [mlp[f"shared_expert.{name}_proj.weight"] for name in ("gate", "up", "down")]
+            expected += [torch.cat(shared[:2]), shared[2], mlp["shared_expert_gate.weight"]]
+        found = tensors_of(layer.mlp).values()
+        assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
+        ("qwen3-30b-a3b", 30_532_122_624),
+        ("qwen3-235b-a22b", 235_093_634_560),
+        ("mixtral-8x7b", 46_702_792_704),
         ("llama-3.2-1b", 1_235_814_400),
         ("llama-3.1-8b", 8_030_261_248),
         ("qwen3-0.6b", 596_049_920),
@@ -316,3 +338,27 @@ def test_dummy_weights_keep_activations_in_proportion() -> None:
     down = weights.layers[3].mlp.down.weight
     inputs = torch.randn(64, config.intermediate_size, generator=torch.Generator().manual_seed(0))
     assert 0.9 < (inputs @ down.T).std().item() < 1.1
+
+
+@pytest.mark.parametrize(("num_experts", "top_k"), [(128, 8), (60, 4), (8, 2)])
+@pytest.mark.parametrize("exponent", [0.0, 0.7, 1.3])
+def test_a_skewed_router_s_experts_get_their_shares(num_experts: int, top_k: int, exponent: float) -> None:
+    bias = skewed_router_bias(num_experts, top_k, exponent).float()
+    logits = torch.randn(8000, num_experts, generator=torch.Generator().manual_seed(1)) + bias
+    shares = torch.bincount(logits.topk(top_k).indices.flatten(), minlength=num_experts) / len(logits)
+    wanted = torch.arange(1, num_experts + 1) ** -exponent
+    # Of the experts that are not taken by nearly all rows.
+    free = bias < 2.0
+    expected = wanted[free] * (shares[free].sum() / wanted[free].sum())
+    torch.testing.assert_close(shares[free], expected, rtol=0.15, atol=0.01)
+
+
+def test_dummy_routers_follow_the_skew_in_every_layer() -> None:
+    config = replace(PRESETS["tiny-moe"], router_bias=True)
+    weights = zero_weights(config, dtype=torch.float32, device=CPU)
+    for _ in fill_dummy(config, weights, seed=3, zipf_exponent=1.0):
+        pass
+    biases = torch.stack([layer.mlp.experts.router.bias for layer in weights.layers])
+    expected = skewed_router_bias(config.num_experts, config.experts_per_token, 1.0).float()
+    assert torch.equal(biases.sort(descending=True).values, expected.expand(4, -1))
+    assert len(set(biases.argmax(1).tolist())) > 1, "each layer has its own order"

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import LlamaConfig, Qwen3Config
+from transformers import LlamaConfig, MixtralConfig, Qwen3Config, Qwen3MoeConfig
 
 from bullet_graph.errors import ConfigError, ModelError, UnsupportedModelError
 from bullet_graph.models.presets import PRESETS, FoundModel, load_model_config, resolve_model
@@ -180,7 +180,7 @@ WRONG: dict[str, tuple[Any, ...]] = {
 REFUSED: list[tuple[dict[str, Any], str, Any, type[ModelError]]] = [
     *((LLAMA, key, value, ModelError) for key, values in WRONG.items() for value in values),
     (LLAMA, "architectures", ["GPT2LMHeadModel"], UnsupportedModelError),
-    (LLAMA, "architectures", ["Qwen3MoeForCausalLM"], UnsupportedModelError),
+    (LLAMA, "architectures", ["DeepseekV3ForCausalLM"], UnsupportedModelError),
     (LLAMA, "hidden_act", "gelu", UnsupportedModelError),
     *((LLAMA, f"{kind}_logit_softcapping", 30.0, UnsupportedModelError) for kind in ("attn", "final")),
     (LLAMA, "use_bidirectional_attention", True, UnsupportedModelError),
@@ -193,7 +193,6 @@ REFUSED: list[tuple[dict[str, Any], str, Any, type[ModelError]]] = [
     (QWEN3, "layer_types", "full_attention", UnsupportedModelError),
     (MISTRAL, "sliding_window", 0, ModelError),
     (MISTRAL, "sliding_window", "4096", ModelError),
-    (LLAMA, "quantization_config", {"quant_method": "fp8"}, UnsupportedModelError),
     (LLAMA, "compression_config", {}, UnsupportedModelError),
     (LLAMA, "partial_rotary_factor", 0.5, UnsupportedModelError),
     (LLAMA, "torch_dtype", "float8_e4m3fn", UnsupportedModelError),
@@ -300,7 +299,14 @@ def test_presets_are_configs_transformers_accepts(tmp_path: Path, name: str) -> 
         *("rms_norm_eps", "tie_word_embeddings", "dtype"),
     )
     classes = {"LlamaForCausalLM": LlamaConfig, "Qwen3ForCausalLM": Qwen3Config}
+    classes |= {"Qwen3MoeForCausalLM": Qwen3MoeConfig, "MixtralForCausalLM": MixtralConfig}
+    experts: dict[str, Any] = {}
+    if preset.num_experts:
+        experts = {"num_local_experts": preset.num_experts, "num_experts_per_tok": preset.experts_per_token}
+        if preset.architecture == "Qwen3MoeForCausalLM":
+            experts |= {"moe_intermediate_size": preset.expert_intermediate_size, "norm_topk_prob": True}
     classes[preset.architecture](
+        **experts,
         **{key: getattr(preset, key) for key in shared},
         num_hidden_layers=preset.num_layers,
         num_attention_heads=preset.num_heads,
@@ -309,7 +315,7 @@ def test_presets_are_configs_transformers_accepts(tmp_path: Path, name: str) -> 
         eos_token_id=list(preset.eos_token_ids),
         rope_parameters=rope,
     ).save_pretrained(tmp_path)
-    assert load_model_config(tmp_path) == preset
+    assert load_model_config(tmp_path) == replace(preset, fp8=None)
 
 
 def test_resolve_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

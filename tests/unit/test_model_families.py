@@ -79,6 +79,38 @@ GRANITE = COMMON | {
     "tie_word_embeddings": True,
 }
 QWEN = COMMON | {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "rope_theta": 1000000.0}
+MIXTRAL = COMMON | {
+    "architectures": ["MixtralForCausalLM"],
+    "model_type": "mixtral",
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "rope_theta": 1000000.0,
+    "sliding_window": None,
+}
+QWEN3_MOE = COMMON | {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "decoder_sparse_step": 1,
+    "head_dim": 128,
+    "max_window_layers": 48,
+    "mlp_only_layers": [],
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "rope_scaling": None,
+    "rope_theta": 1000000.0,
+    "sliding_window": None,
+    "use_sliding_window": False,
+}
+QWEN2_MOE = QWEN3_MOE | {
+    "architectures": ["Qwen2MoeForCausalLM"],
+    "model_type": "qwen2_moe",
+    "max_window_layers": 21,
+    "norm_topk_prob": False,
+    "shared_expert_intermediate_size": 5632,
+    "sliding_window": 32768,
+}
 YARN = {"factor": 4.0, "original_max_position_embeddings": 8192, "type": "yarn"}
 
 PUBLISHED = {
@@ -98,6 +130,12 @@ PUBLISHED = {
     | {"rope_scaling": YARN | {"attention_factor": 1.1, "beta_fast": 16, "beta_slow": 2, "truncate": False}},
     "qwen, dynamic": QWEN | {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
     "qwen, linear": QWEN | {"rope_scaling": {"type": "linear", "factor": 2.0}},
+    "mixtral": MIXTRAL,
+    "mixtral with a window": MIXTRAL | {"sliding_window": 64},
+    "qwen3 moe": QWEN3_MOE,
+    "qwen3 moe with windows": QWEN3_MOE | {"use_sliding_window": True, "sliding_window": 64},
+    "qwen2 moe": QWEN2_MOE,
+    "qwen2 moe with windows": QWEN2_MOE | {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 7},
     "qwen with windows": QWEN | {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 7},
 }
 
@@ -151,6 +189,13 @@ def test_what_phi_s_keys_mean(tmp_path: Path) -> None:
         *((base, "attention_bias", True, UnsupportedModelError) for base in (GEMMA, SMOLLM, OLMO, GRANITE)),
         (GRANITE, "mlp_bias", True, UnsupportedModelError),
         (QWEN, "max_window_layers", -1, ModelError),
+        (QWEN3_MOE, "mlp_only_layers", [3], UnsupportedModelError),
+        (QWEN2_MOE, "decoder_sparse_step", 2, UnsupportedModelError),
+        (QWEN3_MOE, "hidden_act", "gelu_pytorch_tanh", UnsupportedModelError),
+        (QWEN3_MOE, "num_experts", 2000, ModelError),
+        (QWEN3_MOE, "num_experts_per_tok", 129, ModelError),
+        (QWEN2_MOE, "shared_expert_intermediate_size", 0, ModelError),
+        (MIXTRAL, "num_experts_per_tok", 9, ModelError),
     ],
 )
 def test_refused_key(base: dict[str, Any], key: str, value: Any, error: type[ModelError], tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import pytest
 from fakes.perf_tables import H200_KEY, LLAMA_8B, h200_table, interrupted_table
 
 from bullet_graph.errors import PerfTableError
+from bullet_graph.models.presets import PRESETS
 from bullet_graph.perf import table as tables
 from bullet_graph.perf.table import (
     DecodePoint,
@@ -169,6 +170,10 @@ def test_shape_numbers_and_file_names() -> None:
     assert list(shape_numbers(LLAMA_8B).values()) == [128256, 4096, 14336, 32, 32, 8, 128, 0, 0]
     windowed = replace(LLAMA_8B, layer_windows=(512, None) * 16)
     assert shape_numbers(windowed) == shape_numbers(LLAMA_8B) | {"layers_of_window_512": 16}
+    mixture = shape_numbers(PRESETS["qwen3-30b-a3b"])
+    assert mixture.keys() - shape_numbers(LLAMA_8B) == {
+        *("num_experts", "experts_per_token", "expert_intermediate_size", "shared_expert_intermediate_size")
+    }
     for gpu, short in (
         ("NVIDIA H200", "h200"),
         ("h200", "h200"),

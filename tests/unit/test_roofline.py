@@ -1,6 +1,8 @@
 """Arithmetic of bytes, waves and times: by hand, near to an H200's measurements, and sound elsewhere."""
 
 import math
+import random
+import statistics
 from dataclasses import replace
 
 import pytest
@@ -21,6 +23,7 @@ from bullet_graph.perf.roofline import (
     kv_cache_bytes_per_token,
     layer_matrices,
     num_waves,
+    touched_experts,
     wave_efficiency,
 )
 
@@ -89,6 +92,48 @@ def test_copy_bandwidth_counts_reads_and_writes(monkeypatch: pytest.MonkeyPatch)
     assert measure_copy_gb_per_s("cpu") == pytest.approx(2.0)
 
 
+# ---- experts ----
+
+
+MOE = PRESETS["qwen3-30b-a3b"]
+
+
+def test_expert_bytes_by_hand() -> None:
+    mixture = replace(COUNTED, num_experts=4, experts_per_token=2, expert_intermediate_size=3)
+    # Attention and norms as above; the router 4×8; an expert's gate, up and down 3×8×3.
+    layer, expert, rest = 320 + 160 + 16 + 32, 72, 8 + 800
+    for rows, touched in ((0, 0), (1, 2), (2, 3), (1000, 4)):
+        counted = decode_weight_bytes(mixture, batch_size=rows, dtype_bytes=2)
+        assert counted == 2 * (3 * (layer + touched * expert) + rest + rows * 8)
+    shared = replace(mixture, shared_expert_intermediate_size=5)
+    # Its gate, up and down, and the gate of one column.
+    more = decode_weight_bytes(shared, batch_size=1, dtype_bytes=2) - decode_weight_bytes(
+        mixture, batch_size=1, dtype_bytes=2
+    )
+    assert more == 2 * 3 * (3 * 8 * 5 + 8)
+
+
+@pytest.mark.parametrize("rows", [1, 4, 16, 64, 256])
+def test_touched_experts_as_drawn(rows: int) -> None:
+    rng = random.Random(rows)
+    draws = [len({e for _ in range(rows) for e in rng.sample(range(128), 8)}) for _ in range(300)]
+    assert touched_experts(MOE, rows) == pytest.approx(statistics.mean(draws), rel=0.01)
+    assert touched_experts(LLAMA_8B, rows) == 0
+
+
+def test_times_of_experts() -> None:
+    roofline = Roofline(H200, MOE)
+    # One row reads 3.3e9 weights of 30.5e9 with its operations; 64 rows nearly all, within the time of a few rows more.
+    one, many, more = (roofline.decode(rows, rows * 100).ms for rows in (1, 64, 128))
+    assert one == pytest.approx(2 * 3.03e9 / 3600e6 + 48 * 0.01, rel=0.1)
+    assert many == pytest.approx(2 * 30e9 / 3600e6 + 48 * 0.01, rel=0.1)
+    assert more < 1.1 * many
+    # A short chunk waits for the same weights as a long one.
+    assert roofline.prefill(256, attention_pairs(256)).ms > 0.9 * roofline.prefill(1024, attention_pairs(1024)).ms
+    assert roofline.wave_chunk_tokens(8192) > 4096
+    assert 0 < wave_efficiency(8192, 132, MOE) <= 1
+
+
 # ---- waves ----
 
 
@@ -102,23 +147,22 @@ def test_num_waves_by_hand(rows: int, columns: int, sms: int, waves: int) -> Non
 
 @pytest.mark.parametrize("sms", [16, 80, 96, 104, 128])
 def test_16_rows_an_sm_fill_every_wave_of_llama_8b(sms: int) -> None:
-    assert wave_efficiency(16 * sms, sms, layer_matrices(LLAMA_8B)) == 1
+    assert wave_efficiency(16 * sms, sms, LLAMA_8B) == 1
     assert Roofline(H200, LLAMA_8B).wave_chunk_tokens(16 * sms + 60, sms) == 16 * sms
     # Of equally good chunks the largest is taken.
     assert Roofline(H200, LLAMA_8B).wave_chunk_tokens(48 * sms, sms) == 48 * sms
     # One row more opens another row of tiles, and so a wave that is nearly empty.
-    assert wave_efficiency(16 * sms + 1, sms, layer_matrices(LLAMA_8B)) < 1
+    assert wave_efficiency(16 * sms + 1, sms, LLAMA_8B) < 1
 
 
 @given(st.integers(64, 4096), st.integers(1, 132), st.sampled_from([LLAMA_8B, SMALL]))
 def test_no_other_chunk_has_a_higher_rate(max_tokens: int, sms: int, shape: ModelConfig) -> None:
     best = Roofline(H200, shape).wave_chunk_tokens(max_tokens, sms)
-    matrices = layer_matrices(shape)
     assert best <= max_tokens
     assert best % 64 == 0
-    assert 0 < wave_efficiency(best, sms, matrices) <= 1
+    assert 0 < wave_efficiency(best, sms, shape) <= 1
     assert all(
-        wave_efficiency(tokens, sms, matrices) <= wave_efficiency(best, sms, matrices)
+        wave_efficiency(tokens, sms, shape) <= wave_efficiency(best, sms, shape)
         for tokens in range(64, max_tokens + 1, 64)
     )
 
@@ -180,9 +224,12 @@ def test_a_known_gpu_is_found_by_name_and_says_whether_it_was_measured() -> None
     st.integers(1, 16384),
     st.integers(0, 32768),
     st.integers(2, 130),
+    st.sampled_from([LLAMA_8B, MOE]),
 )
-def test_more_work_never_takes_less_time(batch_size: int, kv: int, tokens: int, cached: int, sms: int) -> None:
-    model = Roofline(H200, LLAMA_8B)
+def test_more_work_never_takes_less_time(
+    batch_size: int, kv: int, tokens: int, cached: int, sms: int, shape: ModelConfig
+) -> None:
+    model = Roofline(H200, shape)
     pairs, more_pairs = attention_pairs(tokens, cached), attention_pairs(tokens + 1, cached)
     assert model.decode(batch_size, kv, sms).ms <= model.decode(batch_size, kv + 1, sms).ms
     assert model.decode(batch_size, kv, sms).ms <= model.decode(batch_size + 1, kv, sms).ms

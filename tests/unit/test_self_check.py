@@ -1,5 +1,6 @@
 """The self-check: logits of decode steps against the uncompiled model's, and the forwards that a build runs."""
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -11,10 +12,11 @@ from bullet_graph.kernels.ops import TorchOps
 from bullet_graph.models.decoder import Decoder
 from bullet_graph.models.layers import LayerFunctions, eager_functions
 from bullet_graph.models.presets import PRESETS
+from bullet_graph.perf.roofline import Fp8Weights
 from bullet_graph.runtime.capture_build import exercise
 from bullet_graph.runtime.cpu import CpuExecutor
 from bullet_graph.runtime.rows import Rows
-from bullet_graph.runtime.self_check import SelfCheck, SelfCheckPoint, reference_logits
+from bullet_graph.runtime.self_check import FP8_TOLERANCE, SelfCheck, SelfCheckPoint, reference_logits
 from bullet_graph.runtime.step import Int32Array, Placement, Step
 
 CPU, CONFIG = torch.device("cpu"), PRESETS["tiny"]
@@ -46,6 +48,16 @@ def test_another_model_does_not(dtype: torch.dtype, factor: float) -> None:
     (point,) = SelfCheck(decoder, partial(reference_logits, decoder, scaled(factor)), (8,))(sample=False)
     assert not point.holds
     assert f"batch size 8: relative error {point.relative_error:.2g}, tolerance" in str(point)
+
+
+@pytest.mark.parametrize("formats", [{"fp8": Fp8Weights()}, {"fp8_kv": True}])
+def test_fp8_has_a_tolerance_of_its_own(formats: dict[str, Any]) -> None:
+    decoder = new_decoder(replace(CONFIG, **formats), num_blocks=40, dtype=torch.bfloat16)
+    (point,) = SelfCheck(decoder, partial(reference_logits, decoder, EAGER), (8,))(sample=False)
+    assert point.holds
+    assert point.tolerance == FP8_TOLERANCE
+    (point,) = SelfCheck(decoder, lambda *_: torch.randn(8, CONFIG.vocab_size), (8,))(sample=False)
+    assert not point.holds
 
 
 def test_every_compared_row_counts() -> None:

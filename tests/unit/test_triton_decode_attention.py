@@ -262,3 +262,10 @@ def test_bad_plans() -> None:
         lane.plan(batch(1)).run(0, rows_of(q))
     with pytest.raises(ConfigError, match="out must be contiguous"):
         lane.plan(batch(2)).run_into(0, rows_of(q), torch.zeros_like(q).transpose(0, 1).contiguous().transpose(0, 1))
+
+
+@pytest.mark.parametrize("window", [None, 21])
+def test_an_fp8_cache(window: int | None) -> None:
+    config = dataclasses.replace(model(window=window), fp8_kv=True)
+    check(config, [1, 16, 40, 97], padding_rows=1)
+    check(config, [33, 70], dtype=HALF)

@@ -27,14 +27,7 @@ from bullet_graph.cli.result_file import Output, require_extra
 from bullet_graph.cli.tables import ReplayRun, counters, emit_replays, print_replays
 from bullet_graph.config import EngineConfig, Policy
 from bullet_graph.engine.engine import Engine
-from bullet_graph.engine.replay import (
-    Replay,
-    TimedRequest,
-    event_loop_factory,
-    replay,
-    replay_async,
-    timed_requests,
-)
+from bullet_graph.engine.replay import Replay, TimedRequest, event_loop_factory, replay, replay_async, timed_requests
 from bullet_graph.errors import ConfigError, WorkloadError
 from bullet_graph.models.presets import resolve_model
 from bullet_graph.models.progress import progress_bar
@@ -325,12 +318,7 @@ def throughput_fields(result: ReplayResult) -> dict[str, Any]:
 
     Counts, totals and rates are of completed requests; ``tokens_per_second`` counts prompt and output tokens.
     """
-    summaries = {
-        "ttft_ms": result.ttft,
-        "tpot_ms": result.tpot,
-        "itl_ms": result.itl,
-        "e2e_ms": result.e2el,
-    }
+    summaries = {"ttft_ms": result.ttft, "tpot_ms": result.tpot, "itl_ms": result.itl, "e2e_ms": result.e2el}
     reasons = enumerate(result.errors)
     return {
         "elapsed_time": result.duration,
@@ -357,12 +345,7 @@ def throughput_fields(result: ReplayResult) -> dict[str, Any]:
 )
 @click.option("--api-key", help="The key that the server requires.")
 @num_warmups_option(8)
-@click.option(
-    "--seed",
-    type=click.IntRange(min=0),
-    default=0,
-    help="Of arrivals, prompts and synthetic workloads.",
-)
+@click.option("--seed", type=click.IntRange(min=0), default=0, help="Of arrivals, prompts and synthetic workloads.")
 @result_options
 def serve(
     base_url: str,
@@ -417,12 +400,7 @@ def serve(
             runner.run(server.close())
     told = run.fields()
     common: dict[str, Any] = {name: None for name in _ENGINE_FIELDS if name not in told}
-    common |= {
-        "model": client.model_id,
-        "trace": workload.name,
-        "seed": seed,
-        "server": dict(server.settings),
-    }
+    common |= {"model": client.model_id, "trace": workload.name, "seed": seed, "server": dict(server.settings)}
     title = f"{client.model_id} at {url}: {workload.name}, {slo}"
     emit_replays(title, {"server": run}, common, output, detailed=save_detailed)
 

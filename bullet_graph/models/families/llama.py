@@ -26,6 +26,8 @@ LLAMA_3_1_8B = ModelConfig(
     eos_token_ids=(128001, 128008, 128009),
 )
 
+LLAMA_3_1_70B = replace(LLAMA_3_1_8B, hidden_size=8192, intermediate_size=28672, num_layers=80, num_heads=64)
+
 LLAMA_3_2_1B = replace(
     LLAMA_3_1_8B,
     hidden_size=2048,

@@ -1,0 +1,183 @@
+"""Triton kernels that quantize activations to FP8, and products of FP8; launched by ``triton_ops``.
+
+``fp8`` computes the same in plain torch. A row's columns form groups, which have a scale each: one group of all
+columns, or groups of 128.
+"""
+
+import triton
+import triton.language as tl
+
+from bullet_graph.kernels import fp8
+
+_MAX = tl.constexpr(fp8.FP8_MAX)
+_LEAST_AMAX = tl.constexpr(fp8.LEAST_AMAX)
+
+
+@triton.jit
+def _store_quantized(x, values_ptr, scales_ptr, row, columns, width, GROUP: tl.constexpr):
+    """Write a row, [groups, GROUP], in FP8, and its scales."""
+    num_groups = tl.cdiv(width, GROUP)
+    wide = x.to(tl.float32)
+    scales = tl.maximum(tl.max(tl.abs(wide), axis=1), _LEAST_AMAX) / _MAX
+    values = tl.minimum(tl.maximum(wide / scales[:, None], -_MAX), _MAX)
+    tl.store(values_ptr + row * width + columns, values.to(tl.float8e4nv), mask=columns < width)
+    groups = tl.arange(0, x.shape[0])
+    tl.store(scales_ptr + row * num_groups + groups, scales, mask=groups < num_groups)
+
+
+@triton.jit
+def _columns(BLOCK: tl.constexpr, GROUP: tl.constexpr):
+    return tl.arange(0, BLOCK // GROUP)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+
+
+@triton.jit
+def quantize_kernel(x_ptr, values_ptr, scales_ptr, width, BLOCK: tl.constexpr, GROUP: tl.constexpr):
+    """One row a program."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = _columns(BLOCK, GROUP)
+    x = tl.load(x_ptr + row * width + columns, mask=columns < width, other=0.0)
+    _store_quantized(x, values_ptr, scales_ptr, row, columns, width, GROUP)
+
+
+@triton.jit
+def add_rms_norm_quantize_kernel(
+    x_ptr,
+    residual_ptr,
+    weight_ptr,
+    values_ptr,
+    scales_ptr,
+    summed_ptr,
+    hidden_size,
+    eps,
+    BLOCK: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    """One row a program, as ``add_rms_norm_kernel``, with the same roundings before the last."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = _columns(BLOCK, GROUP)
+    inside = columns < hidden_size
+    weight = tl.load(weight_ptr + columns, mask=inside, other=0.0)
+    x = tl.load(x_ptr + row * hidden_size + columns, mask=inside, other=0.0)
+    residual = tl.load(residual_ptr + row * hidden_size + columns, mask=inside, other=0.0)
+    summed = (x.to(tl.float32) + residual.to(tl.float32)).to(x.dtype)
+    tl.store(summed_ptr + row * hidden_size + columns, summed, mask=inside)
+    wide = summed.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(tl.sum(wide * wide, axis=1), axis=0) / hidden_size + eps)
+    normed = ((wide * scale).to(weight.dtype).to(tl.float32) * weight.to(tl.float32)).to(x.dtype)
+    _store_quantized(normed, values_ptr, scales_ptr, row, columns, hidden_size, GROUP)
+
+
+@triton.jit
+def act_and_mul_quantize_kernel(
+    gate_up_ptr, values_ptr, scales_ptr, intermediate_size, GELU: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr
+):
+    """One row a program, as ``act_and_mul_kernel``, with the same rounding before the last."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = _columns(BLOCK, GROUP)
+    inside = columns < intermediate_size
+    gate_ptr = gate_up_ptr + row * 2 * intermediate_size
+    gate = tl.load(gate_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(gate_ptr + intermediate_size + columns, mask=inside, other=0.0)
+    slope = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate) if GELU else gate
+    out = (gate * tl.sigmoid(slope) * up.to(tl.float32)).to(up.dtype)
+    _store_quantized(out, values_ptr, scales_ptr, row, columns, intermediate_size, GROUP)
+
+
+@triton.jit
+def gemv_fp8_kernel(
+    x_ptr,
+    x_scales_ptr,
+    weight_ptr,
+    scale_ptr,
+    bias_ptr,
+    out_ptr,
+    IN_FEATURES: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    GROUP: tl.constexpr,
+    CHANNELS: tl.constexpr,
+):
+    """One output feature a program, as ``gemv_kernel``: GROUP columns of x, and of CHANNELS rows of weights, share a
+    scale."""
+    feature = tl.program_id(0)
+    lanes = tl.arange(0, BLOCK)
+    row = weight_ptr + feature.to(tl.int64) * IN_FEATURES + lanes
+    scale_row = scale_ptr + feature // CHANNELS * tl.cdiv(IN_FEATURES, GROUP)
+    total = tl.zeros((BLOCK,), tl.float32)
+    weight = tl.load(row, eviction_policy="evict_first")
+    for start in range(0, IN_FEATURES, BLOCK):
+        following = tl.load(
+            row + start + BLOCK, mask=start + BLOCK + lanes < IN_FEATURES, eviction_policy="evict_first"
+        )
+        product = weight.to(tl.float32) * tl.load(x_ptr + start + lanes).to(tl.float32)
+        if GROUP < IN_FEATURES:
+            group = (start + lanes) // GROUP
+            product *= tl.load(x_scales_ptr + group) * tl.load(scale_row + group)
+        total += product
+        weight = following
+    out = tl.sum(total, axis=0)
+    if GROUP >= IN_FEATURES:
+        out *= tl.load(x_scales_ptr) * tl.load(scale_row)
+    if HAS_BIAS:
+        out += tl.load(bias_ptr + feature).to(tl.float32)
+    tl.store(out_ptr + feature, out.to(out_ptr.dtype.element_ty))
+
+
+# The number of rows changes with every chunk: no value of it may be compiled for anew.
+@triton.jit(do_not_specialize=["num_rows"])
+def matmul_fp8_kernel(
+    x_ptr,
+    x_scales_ptr,
+    weight_ptr,
+    scale_ptr,
+    bias_ptr,
+    out_ptr,
+    num_rows,
+    out_features,
+    in_features,
+    HAS_BIAS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """out = x @ weight^T + bias; a tile of the output, and a part of the columns, a program.
+
+    GROUP columns of x, and of CHANNELS rows of weights, share a scale; GROUP 0: all columns. The grid's second axis
+    splits the columns: out is then [splits, num_rows, out_features] float32, to be added up. A group is a multiple of
+    BLOCK_K columns, CHANNELS one of BLOCK_N or 1.
+    """
+    num_tiles_m = tl.cdiv(num_rows, BLOCK_M)
+    tile_m, tile_n = tl.program_id(0) % num_tiles_m, tl.program_id(0) // num_tiles_m
+    split, num_splits = tl.program_id(1), tl.num_programs(1)
+    rows = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    features = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    lanes = tl.arange(0, BLOCK_K)
+    num_groups = tl.cdiv(in_features, GROUP) if GROUP > 0 else 1
+    row_inside, feature_inside = rows < num_rows, features < out_features
+    x_row = x_ptr + rows.to(tl.int64)[:, None] * in_features
+    weight_row = weight_ptr + features.to(tl.int64)[:, None] * in_features
+    steps = tl.cdiv(in_features, BLOCK_K)
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for step in tl.range(split * steps // num_splits, (split + 1) * steps // num_splits, num_stages=STAGES):
+        columns = step * BLOCK_K + lanes
+        inside = columns < in_features
+        x = tl.load(x_row + columns[None, :], mask=row_inside[:, None] & inside[None, :], other=0.0)
+        weight = tl.load(weight_row + columns[None, :], mask=feature_inside[:, None] & inside[None, :], other=0.0)
+        if GROUP > 0:
+            group = step * BLOCK_K // GROUP
+            x_scale = tl.load(x_scales_ptr + rows * num_groups + group, mask=row_inside, other=0.0)
+            scale = tl.load(scale_ptr + features // CHANNELS * num_groups + group, mask=feature_inside, other=0.0)
+            acc += tl.dot(x, weight.T) * x_scale[:, None] * scale[None, :]
+        else:
+            acc = tl.dot(x, weight.T, acc)
+    if GROUP == 0:
+        acc *= tl.load(x_scales_ptr + rows, mask=row_inside, other=0.0)[:, None]
+        acc *= tl.load(scale_ptr + features, mask=feature_inside, other=0.0)[None, :]
+    if HAS_BIAS:  # noqa: SIM102 - known when compiled, as the other is not
+        if split == 0:
+            acc += tl.load(bias_ptr + features, mask=feature_inside, other=0.0).to(tl.float32)[None, :]
+    at = (split * num_rows + rows).to(tl.int64)[:, None] * out_features + features[None, :]
+    tl.store(out_ptr + at, acc.to(out_ptr.dtype.element_ty), mask=row_inside[:, None] & feature_inside[None, :])

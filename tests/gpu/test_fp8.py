@@ -1,0 +1,124 @@
+"""FP8 on the GPU: kernels against emulations in float32, captured steps, and a pretrained model's perplexity."""
+
+import numpy as np
+import pytest
+import torch
+from decoders import VARIANTS, new_decoder
+from smollm2 import TEXT, smollm2_folder
+from transformers import AutoTokenizer
+
+from bullet_graph import Engine, SamplingParams
+from bullet_graph.graphs.compiled import TritonNormOps, compiled_functions
+from bullet_graph.kernels.fp8 import linear_fp8, quantize_weight
+from bullet_graph.kernels.gpu import Gpu
+from bullet_graph.kernels.ops import Linear, TorchOps
+from bullet_graph.kernels.triton_fp8 import matmul_fp8
+from bullet_graph.kernels.triton_ops import TritonOps
+from bullet_graph.models.layers import eager_functions
+
+pytestmark = pytest.mark.gpu
+
+DEVICE = torch.device("cuda")
+SHAPES = ((6144, 4096), (4096, 14336), (272, 576), (208, 144))
+
+
+def random(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, device=DEVICE).bfloat16()
+
+
+def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((found.float() - expected.float()).norm() / expected.float().norm())
+
+
+@pytest.mark.parametrize("group", [None, 128])
+@pytest.mark.parametrize(("rows", "width"), [(1, 64), (3, 4096), (300, 14336), (17, 28672), (5, 576)])
+@torch.inference_mode()
+def test_quantized_activations(rows: int, width: int, group: int | None) -> None:
+    x, residual, gate_up, weight = random(rows, width), random(rows, width), random(rows, 2 * width), random(width)
+    plain, ours, columns = TorchOps(), TritonOps(), group or width
+    pairs = [
+        (ours.quantize(x, columns), plain.quantize(x, columns)),
+        *(
+            (ours.act_and_mul_quantized(gate_up, g, columns), plain.act_and_mul_quantized(gate_up, g, columns))
+            for g in (False, True)
+        ),
+        (
+            ours.add_rms_norm_quantized(x, residual, weight, 1e-5, columns)[0],
+            plain.add_rms_norm_quantized(x, residual, weight, 1e-5, columns)[0],
+        ),
+    ]
+    for found, expected in pairs:
+        torch.testing.assert_close(found.scales, expected.scales, rtol=1e-2, atol=1e-9)
+        # Neighbours, where a number lies on their border.
+        assert relative_error(found.values, expected.values) < 0.02
+
+
+@pytest.mark.parametrize("blocks", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("rows", [1, 2, 16, 17, 64, 300, 2048])
+@torch.inference_mode()
+def test_products(rows: int, shape: tuple[int, int], bias: bool, blocks: bool) -> None:
+    weight, scale = quantize_weight(random(*shape), blocks=blocks)
+    linear = Linear(weight, random(shape[0]) if bias else None, scale, 128 if blocks else shape[1])
+    x = TorchOps.quantize(random(rows, shape[1]), linear.group or 0)
+    expected = linear_fp8(x._replace(dtype=torch.float32), weight, scale, linear.bias)
+    # bfloat16's rounding, and sums with fewer digits.
+    assert relative_error(TritonOps.linear(x, linear), expected) < 5e-3
+    out = torch.full_like(expected, torch.nan).bfloat16()
+    assert TritonOps.linear(x, linear, out) is out
+    assert relative_error(out, expected) < 5e-3
+    for splits in (1, 3, 8):
+        found = matmul_fp8(x, linear, splits=splits)
+        assert relative_error(found, expected) < 5e-3
+        assert torch.equal(found, matmul_fp8(x, linear, splits=splits))
+
+
+@pytest.mark.parametrize("variant", ["fp8", "fp8-blocks", "fp8 experts", "fp8-blocks experts"])
+@torch.inference_mode()
+def test_compiled_parts_equal_eager_ones(variant: str) -> None:
+
+    decoder = new_decoder(VARIANTS[variant], num_blocks=1, max_len=16, dtype=torch.bfloat16, device="cuda")
+    compiled = compiled_functions(decoder, TritonOps(), TritonNormOps(), 64)
+    eager, layer = eager_functions(TritonOps(Gpu.of(DEVICE))), decoder.weights.layers[1]
+    for rows in (2, 17, 64):
+        x, residual, attended = random(rows, 128), random(rows, 128), random(rows, 128)
+        for found, expected in (
+            (f.attention_input(x, residual, *layer.input_weights, 1e-5) for f in (compiled, eager)),
+            (f.attention_output(attended, residual, *layer.output_weights, 1e-5) for f in (compiled, eager)),
+        ):
+            for one, other in zip(found, expected, strict=True):
+                assert relative_error(one, other) < 0.05
+
+
+@pytest.mark.parametrize(
+    "formats", [{"quantization": "fp8"}, {"kv_cache_dtype": "fp8"}, {"quantization": "fp8", "kv_cache_dtype": "fp8"}]
+)
+def test_a_pretrained_model_s_perplexity_is_that_of_the_cpu(
+    request: pytest.FixtureRequest, formats: dict[str, str]
+) -> None:
+    folder = smollm2_folder(request.config)
+    ids = AutoTokenizer.from_pretrained(folder)(TEXT)["input_ids"][:500]
+    found = {}
+    for device in ("cuda", "cpu"):
+        with Engine(
+            str(folder), device=device, max_model_len=1024, max_num_seqs=4, kv_cache_bytes=2**27, **formats
+        ) as engine:
+            (output,) = engine.generate([ids], SamplingParams(max_tokens=0, prompt_logprobs=0), use_tqdm=False)
+        found[device] = -np.mean([entry.logprob for entry in output.prompt_logprobs if entry is not None])
+    # The noise of rounding to FP8 differs, its size does not.
+    assert found["cuda"] == pytest.approx(found["cpu"], rel=0.02)
+
+
+@pytest.mark.parametrize("policy", ["serial", "mixed:64", "auto", "split:48"])
+@pytest.mark.parametrize("cuda_graphs", [True, False])
+def test_engines_generate(policy: str, cuda_graphs: bool) -> None:
+    settings = {"policy": policy, "cuda_graphs": cuda_graphs, "perf_table": "roofline", "kv_cache_dtype": "fp8"}
+    prompts = [[(7 * i + 3 * j) % 1000 for j in range(length)] for i, length in enumerate((1, 17, 100, 600, 33))]
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+    with Engine("qwen3-0.6b-fp8", max_num_seqs=8, max_model_len=1024, kv_cache_bytes=2**28, **settings) as engine:
+        runs = [engine.generate(prompts, params, use_tqdm=False) for _ in range(2)]
+        assert engine.stats().kv_blocks_used == 0
+    first, second = ([output.outputs[0].token_ids for output in outputs] for outputs in runs)
+    assert all(len(tokens) == 24 for tokens in first + second)
+    assert np.mean([a == b for a, b in zip(np.ravel(first), np.ravel(second), strict=True)]) > 0.5

@@ -1,0 +1,263 @@
+"""Forwards with FP8 weights, keys and values: kernels against the reference, and what follows from the format."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from decoders import VARIANTS, new_decoder
+from fakes.flashinfer_prefill import Runs, install
+from fakes.perf_tables import LLAMA_8B, h200_table
+from forward_rows import make_rows
+from interpreted_fp8 import rounding
+
+from bullet_graph.config import EngineConfig
+from bullet_graph.errors import BulletGraphError, PerfTableError
+from bullet_graph.hardware import H200
+from bullet_graph.kernels.fp8 import FP8
+from bullet_graph.kernels.memory import KVCache
+from bullet_graph.kernels.ops import HeadNorms, RowInputs, TorchOps
+from bullet_graph.kernels.sampler import SamplingState
+from bullet_graph.models.config import ModelConfig
+from bullet_graph.models.decoder import Decoder
+from bullet_graph.models.layers import eager_functions
+from bullet_graph.models.presets import PRESETS
+from bullet_graph.models.weights import scale_cached
+from bullet_graph.perf.predict import TableModel
+from bullet_graph.perf.roofline import Fp8Weights, Roofline, decode_weight_bytes, kv_cache_bytes_per_token
+from bullet_graph.perf.table import format_name, shape_numbers
+from bullet_graph.runtime import eager_lane, resolve
+from bullet_graph.runtime.memory import GIB, DeviceMemory, plan_memory
+from bullet_graph.runtime.performance import user_table_file
+from bullet_graph.runtime.resolve import Runtime, check_device
+from bullet_graph.runtime.self_check import reference_logits
+
+pytest.importorskip("triton", reason="Triton is published for Linux only")
+
+from bullet_graph.kernels.triton_ops import TritonOps
+from bullet_graph.runtime.eager_lane import EagerLane
+
+__all__ = ["rounding"]
+
+CPU = torch.device("cpu")
+CONFIG = replace(PRESETS["tiny"], num_layers=2, num_heads=4, num_kv_heads=2, qk_norm=True)
+NUM_BLOCKS, BLOCK_TOKENS, MAX_SEQS = 40, 4, 8
+
+on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="runs Triton's interpreter")
+
+
+# ---- keys and values ----
+
+
+@on_cpu
+@pytest.mark.usefixtures("rounding")
+@pytest.mark.parametrize("norms", [False, True])
+def test_rope_writes_fp8_that_saturates_and_hands_on_what_is_cached(norms: bool) -> None:
+    generator = torch.Generator().manual_seed(2)
+    config, rows = CONFIG, 7
+    qkv = torch.randn(rows, config.q_size + 2 * config.kv_size, generator=generator)
+    qkv[2] *= 400
+    inputs = RowInputs(
+        positions=torch.arange(rows, dtype=torch.int32),
+        kv_slots=torch.randperm(32, generator=generator)[:rows].int(),
+        cos_sin=torch.randn(40, config.head_dim, generator=generator),
+    )
+    head_norms = HeadNorms(torch.rand(config.head_dim), torch.rand(config.head_dim), 1e-6) if norms else None
+    results = []
+    for ops in (TorchOps(), TritonOps()):
+        cache = KVCache(
+            replace(config, fp8_kv=True), num_blocks=8, block_tokens=4, dtype=torch.float32, device=CPU
+        ).layer(0)
+        own = qkv.clone()
+        q = ops.rope_and_cache(own, inputs, cache, head_norms)
+        k, v = own[:, config.q_size :].chunk(2, dim=1)
+        for cached, handed_on in zip(cache, (k, v), strict=True):
+            assert cached.dtype is FP8
+            written = cached.flatten(0, 1)[inputs.kv_slots].float().flatten(1)
+            assert torch.equal(written, handed_on)
+            assert written.abs().max() <= 448
+        assert v[2].abs().max() == 448
+        results.append((q, k, v))
+    for expected, found in zip(*results, strict=True):
+        # A step where the rotation's last digit differs.
+        torch.testing.assert_close(found, expected, rtol=2**-3, atol=1e-5)
+        assert (found != expected).float().mean() < (1 if expected is results[0][0] else 0.01)
+
+
+def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((found - expected).norm() / expected.norm())
+
+
+@on_cpu
+@pytest.mark.usefixtures("rounding")
+@pytest.mark.parametrize(("fp8", "fp8_kv"), [(None, True), (Fp8Weights(), False), (Fp8Weights(blocks=True), True)])
+@pytest.mark.parametrize(
+    ("chunks", "decode", "prefill_runs"),
+    [
+        ([(7, 5, True), (0, 6, True), (0, 1, False)], [4], [("paged", 1), ("ragged", 2)]),
+        ([(0, 9, False), (0, 2, True)], [], [("ragged", 2)]),
+        ([], [5, 0, 9], []),
+    ],
+)
+@torch.inference_mode()
+def test_the_eager_lane_equals_the_reference(
+    monkeypatch: pytest.MonkeyPatch,
+    chunks: list[tuple[int, int, bool]],
+    decode: list[int],
+    prefill_runs: list[tuple[str, int]],
+    fp8: Fp8Weights | None,
+    fp8_kv: bool,
+) -> None:
+    runs: Runs = install(monkeypatch)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    monkeypatch.setattr(eager_lane, "FEW_FRESH_ROWS", 0)
+    config = replace(CONFIG, fp8=fp8, fp8_kv=fp8_kv)
+    decoder, reference = (
+        new_decoder(config, num_blocks=NUM_BLOCKS, block_tokens=BLOCK_TOKENS, random_cache=True) for _ in range(2)
+    )
+    lane = EagerLane(decoder, SamplingState(MAX_SEQS, config.vocab_size, CPU), max_num_seqs=MAX_SEQS, max_rows=64)
+    rows = make_rows(chunks, decode, num_blocks=NUM_BLOCKS, block_tokens=BLOCK_TOKENS)
+    logits, _ = lane.run(rows)
+    token_ids = np.append(rows.token_ids, np.zeros_like(rows.decode_slots))
+    expected = reference_logits(reference, eager_functions(TorchOps()), token_ids, rows)
+    # What lies on the border of two numbers may be rounded to either.
+    assert relative_error(logits, expected) < 0.02
+    for layer in range(config.num_layers):
+        for half, wanted in zip(decoder.cache.layer(layer), reference.cache.layer(layer), strict=True):
+            assert relative_error(half.float(), wanted.float()) < 0.02
+    backends = {"paged": "fa2" if fp8_kv else "fa3", "ragged": "fa3"}
+    assert runs == [(backends[kind], kind, count) for kind, count in prefill_runs]
+
+
+@pytest.mark.parametrize("variant", ["plain", "qwen2", "gemma3", "olmo2", "fp8", "fp8-blocks"])
+@torch.inference_mode()
+def test_scales_of_keys_and_values_change_what_is_cached_alone(variant: str) -> None:
+    def run(decoder: Decoder) -> torch.Tensor:
+        rows = make_rows([(0, 9, True)], [], num_blocks=4, block_tokens=4, blocks=np.arange(1, 4))
+        return reference_logits(decoder, eager_functions(TorchOps()), rows.token_ids, rows)
+
+    plain, scaled = (new_decoder(VARIANTS[variant], num_blocks=4, block_tokens=4) for _ in range(2))
+    for layer in scaled.weights.layers:
+        scale_cached(scaled.config, layer, 4.0, 0.5)
+    # Powers of two: not a digit changes.
+    assert torch.equal(run(plain), run(scaled))
+    for index in range(plain.config.num_layers):
+        for one, other, scale in zip(plain.cache.layer(index), scaled.cache.layer(index), (4.0, 0.5), strict=True):
+            assert torch.equal(one, other * scale)
+            assert one.any()
+
+
+# ---- memory, times and tables ----
+
+
+def llama(**formats: object) -> ModelConfig:
+    return replace(PRESETS["llama-3.1-8b"], **formats)
+
+
+def test_bytes_follow_the_format() -> None:
+    plain, fp8, blocks = llama(), llama(fp8=Fp8Weights()), llama(fp8=Fp8Weights(blocks=True))
+    in_layers = 32 * (6144 * 4096 + 4096 * 4096 + 28672 * 4096 + 4096 * 14336)
+    channels = 32 * (6144 + 4096 + 28672 + 4096)
+    num_blocks = 32 * (48 * 32 + 32 * 32 + 224 * 32 + 32 * 112)
+    for config, saved in ((fp8, in_layers - 4 * channels), (blocks, in_layers - 4 * num_blocks)):
+        assert config.num_parameters == plain.num_parameters
+        assert plain.weight_bytes(2) - config.weight_bytes(2) == saved
+        step = decode_weight_bytes(plain, batch_size=3, dtype_bytes=2)
+        assert step - decode_weight_bytes(config, batch_size=3, dtype_bytes=2) == saved
+    assert kv_cache_bytes_per_token(llama(fp8_kv=True), dtype_bytes=2) == 65536
+    assert kv_cache_bytes_per_token(plain, dtype_bytes=2) == 131072
+
+
+def test_weights_take_the_memory_that_the_ledger_counts() -> None:
+    for variant in ("fp8", "fp8-blocks", "plain"):
+        config = replace(VARIANTS[variant], fp8_kv=True)
+        decoder = new_decoder(config, num_blocks=3)
+        layers = [layer.attention.qkv for layer in decoder.weights.layers]
+        layers += [layer.attention.o for layer in decoder.weights.layers]
+        layers += [each for layer in decoder.weights.layers for each in (layer.mlp.gate_up, layer.mlp.down)]
+        tensors = [decoder.weights.embed, decoder.weights.lm_head, decoder.weights.final_norm]
+        tensors += [tensor for linear in layers for tensor in linear[:3] if isinstance(tensor, torch.Tensor)]
+        tensors += [norm for layer in decoder.weights.layers for norm in (layer.input_norm, layer.mlp_norm)]
+        assert sum(tensor.nbytes for tensor in tensors) == config.weight_bytes(4)
+        cache = decoder.cache.layer(0)[0]
+        assert 2 * config.num_layers * cache.nbytes == 3 * 16 * kv_cache_bytes_per_token(config, dtype_bytes=4)
+
+
+def test_an_fp8_cache_holds_twice_the_tokens() -> None:
+    device, config = DeviceMemory(80 * GIB, 80 * GIB), EngineConfig(model="llama-3.1-8b", max_num_seqs=1024)
+    tokens = [
+        plan_memory(
+            *(config, llama(fp8_kv=fp8_kv)),
+            dtype_bytes=2,
+            max_model_len=8192,
+            workspaces_bytes=0,
+            graphs_bytes=0,
+            device=device,
+        ).kv_cache_tokens
+        for fp8_kv in (False, True)
+    ]
+    assert tokens[1] == pytest.approx(2 * tokens[0], rel=1e-3)
+
+
+def test_the_roofline_of_fp8() -> None:
+    plain, fp8, both = (
+        Roofline(H200, config) for config in (llama(), llama(fp8=Fp8Weights()), llama(fp8=Fp8Weights(), fp8_kv=True))
+    )
+    # As measured: 1.85 to 1.93 times the rate of the products.
+    attention_ms = plain.prefill(1, 4096 * 2048.0).ms - plain.prefill(1, 1.0).ms
+    products = [model.prefill(4096, 4096 * 2048.0).ms - attention_ms - 0.32 for model in (plain, fp8)]
+    assert products[0] / products[1] == pytest.approx(1230 / 665, rel=0.01)
+    assert 0.5 < fp8.decode(1, 1).ms / plain.decode(1, 1).ms < 0.62
+    kv_ms = [model.decode(64, 64 * 8192).ms - model.decode(64, 64).ms for model in (fp8, both)]
+    assert kv_ms[0] == pytest.approx(2 * kv_ms[1], rel=1e-3)
+    assert both.decode(64, 64 * 8192).ms < fp8.decode(64, 64 * 8192).ms
+
+
+def test_a_table_is_of_one_format() -> None:
+    formats = {
+        "bfloat16": {},
+        "bfloat16-fp8_channels": {"fp8": Fp8Weights(is_stored=True)},
+        "bfloat16-fp8_blocks-fp8_without_down-fp8_kv": {
+            "fp8": Fp8Weights(blocks=True, plain=("down",)),
+            "fp8_kv": True,
+        },
+    }
+    for name, changes in formats.items():
+        numbers = shape_numbers(llama(**changes))
+        assert format_name("bfloat16", numbers) == name
+        key = replace(h200_table().key, shape=numbers)
+        assert user_table_file(key).name == f"h200_{key.model}_{name}.json"
+        if changes:
+            with pytest.raises(PerfTableError, match="another model or number format"):
+                TableModel(h200_table(), llama(**changes))
+    assert shape_numbers(llama()) == shape_numbers(LLAMA_8B)
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype", "formats", "problem"),
+    [
+        ((8, 0), torch.bfloat16, {"fp8": Fp8Weights()}, r"compute capability 8\.9 or above, found 8\.0"),
+        ((8, 6), torch.bfloat16, {"fp8_kv": True}, r"found 8\.6"),
+        ((9, 0), torch.float16, {"fp8": Fp8Weights()}, "dtype=bfloat16 on a GPU, found float16"),
+        ((9, 0), torch.bfloat16, {"fp8": Fp8Weights(), "intermediate_size": 14344}, "multiples of 16"),
+        ((8, 9), torch.bfloat16, {"fp8": Fp8Weights(), "fp8_kv": True}, None),
+        ((9, 0), torch.float16, {"fp8_kv": True}, None),
+    ],
+)
+def test_what_a_gpu_cannot_run(
+    monkeypatch: pytest.MonkeyPatch,
+    capability: tuple[int, int],
+    dtype: torch.dtype,
+    formats: dict[str, object],
+    problem: str | None,
+) -> None:
+    monkeypatch.setattr(resolve, "_require_cuda_libraries", lambda: None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    runtime = Runtime(llama(**formats), "llama-3.1-8b", None, torch.device("cuda", 0), dtype, 1024)
+    check: Callable[[], None] = lambda: check_device(EngineConfig(model="llama-3.1-8b"), runtime)  # noqa: E731
+    if problem is None:
+        check()
+        return
+    with pytest.raises(BulletGraphError, match=problem):
+        check()

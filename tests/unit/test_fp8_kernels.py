@@ -1,0 +1,149 @@
+"""FP8 in plain torch against arithmetic in float64, and Triton's kernels against plain torch."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from interpreted_fp8 import rounding
+
+from bullet_graph.kernels.fp8 import FP8, FP8_MAX, dequantize_weight, linear_fp8, quantize, quantize_weight, saturated
+from bullet_graph.kernels.ops import Linear, TorchOps
+
+pytest.importorskip("triton", reason="Triton is published for Linux only")
+
+from bullet_graph.kernels.triton_fp8 import matmul_fp8
+from bullet_graph.kernels.triton_ops import TritonOps
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="runs Triton's interpreter")
+
+__all__ = ["rounding"]
+
+STEP = 2.0**-3
+"""Largest distance of neighbours in FP8, as a share of the lower."""
+
+
+def normal(*shape: int, seed: int = 3, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator).to(dtype)
+
+
+def quantized_linear(out_features: int, in_features: int, *, blocks: bool, bias: bool = False) -> Linear:
+    weight, scale = quantize_weight(normal(out_features, in_features, seed=5), blocks=blocks)
+    return Linear(weight, normal(out_features) if bias else None, scale, 128 if blocks else in_features)
+
+
+def assert_same_rounding(found: torch.Tensor, expected: torch.Tensor) -> None:
+    """Equal but for neighbours where the operand's own rounding differs: Triton's interpreter truncates to bfloat16."""
+    a, b = found.float(), expected.float()
+    assert ((a - b).abs() <= STEP * torch.maximum(a.abs(), b.abs()) + 2.0**-9).all()
+    assert (a != b).float().mean() < 0.1
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    rows=st.integers(0, 4),
+    width=st.integers(1, 300),
+    group=st.sampled_from([None, 128]),
+    exponent=st.integers(-30, 30),
+    seed=st.integers(0, 99),
+)
+def test_quantized_rows_are_within_half_a_step(
+    rows: int, width: int, group: int | None, exponent: int, seed: int
+) -> None:
+    x = torch.randn(rows, width, generator=torch.Generator().manual_seed(seed)) * 2.0**exponent
+    values, scales, dtype = quantize(x, group or width)
+    num_groups = -(-width // (group or width))
+    assert (values.dtype, values.shape, scales.shape, dtype) == (FP8, x.shape, (rows, num_groups), torch.float32)
+    back = values.float() * scales.repeat_interleave(group or width, 1)[:, :width]
+    # Half a step of the number, or of the smallest normal one; the division rounds, too.
+    bound = 0.51 * STEP * x.abs() + 2.0**-10 * scales.repeat_interleave(group or width, 1)[:, :width]
+    assert ((back - x).abs() <= bound).all()
+
+
+@pytest.mark.parametrize("blocks", [False, True])
+@pytest.mark.parametrize("shape", [(1, 1), (256, 128), (130, 300), (3, 129)])
+def test_weights_are_within_half_a_step(shape: tuple[int, int], blocks: bool) -> None:
+    weight = normal(*shape) * torch.linspace(0.01, 3, shape[0])[:, None]
+    values, scale = quantize_weight(weight, blocks=blocks)
+    assert scale.shape == ((-(-shape[0] // 128), -(-shape[1] // 128)) if blocks else (shape[0], 1))
+    back = dequantize_weight(values, scale)
+    assert ((back - weight).abs() <= 0.51 * STEP * weight.abs() + scale.max() * 2.0**-10).all()
+    assert values.float().abs().max() == FP8_MAX
+
+
+def test_zeros_and_what_is_out_of_range() -> None:
+    assert quantize(torch.zeros(2, 5), 5).values.float().eq(0).all()
+    assert saturated(torch.tensor([1e9, -500.0, 449.0])).float().tolist() == [448, -448, 448]
+
+
+@pytest.mark.parametrize("blocks", [False, True])
+@pytest.mark.parametrize(("rows", "out_features", "in_features"), [(1, 5, 384), (3, 1300, 200), (2, 128, 128)])
+def test_the_reference_product_is_that_of_the_rounded_operands(
+    rows: int, out_features: int, in_features: int, blocks: bool
+) -> None:
+    linear = quantized_linear(out_features, in_features, blocks=blocks, bias=True)
+    x = quantize(normal(rows, in_features), linear.group or 0)
+    assert linear.scale is not None
+    assert linear.bias is not None
+    spread = x.scales.double().repeat_interleave(linear.group or 0, 1)[:, :in_features]
+    operands = x.values.double() * spread, dequantize_weight(linear.weight, linear.scale).double()
+    expected = (operands[0] @ operands[1].t() + linear.bias.double()).float()
+    found = linear_fp8(x, linear.weight, linear.scale, linear.bias)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    out = torch.empty_like(found)
+    assert TorchOps.linear(x, linear, out) is out
+    assert torch.equal(out, found)
+
+
+@pytest.mark.usefixtures("rounding")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("rows", "width", "group"), [(3, 100, 100), (2, 1024, 1024), (3, 384, 128), (2, 200, 128)])
+def test_triton_quantizes_as_the_reference(rows: int, width: int, group: int, dtype: torch.dtype) -> None:
+    x, residual, gate_up = normal(rows, width, dtype=dtype), normal(rows, width, dtype=dtype), normal(rows, 2 * width)
+    weight, gate_up = normal(width, dtype=dtype), (3 * gate_up).to(dtype)
+    plain, ours = TorchOps(), TritonOps()
+    normed, summed = ours.add_rms_norm_quantized(x, residual, weight, 1e-5, group)
+    expected_normed, expected_summed = plain.add_rms_norm_quantized(x, residual, weight, 1e-5, group)
+    torch.testing.assert_close(summed, expected_summed)
+    pairs = [
+        (normed, expected_normed),
+        (ours.quantize(x, group), plain.quantize(x, group)),
+        *(
+            (ours.act_and_mul_quantized(gate_up, g, group), plain.act_and_mul_quantized(gate_up, g, group))
+            for g in (0, 1)
+        ),
+    ]
+    for found, expected in pairs:
+        assert found.dtype == dtype
+        assert_same_rounding(found.values, expected.values)
+        rtol = 1e-5 if dtype is torch.float32 else 2e-2
+        torch.testing.assert_close(found.scales, expected.scales, rtol=rtol, atol=1e-6)
+
+
+@pytest.mark.parametrize("blocks", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(("out_features", "in_features"), [(33, 384), (129, 256), (130, 128), (5, 100)])
+def test_triton_product_of_one_row(out_features: int, in_features: int, bias: bool, blocks: bool) -> None:
+    linear = quantized_linear(out_features, in_features, blocks=blocks, bias=bias)
+    x = quantize(normal(1, in_features), linear.group or 0)
+    expected = TorchOps.linear(x, linear)
+    torch.testing.assert_close(TritonOps.linear(x, linear), expected, rtol=1e-4, atol=1e-3)
+    out = torch.full_like(expected, torch.nan)
+    assert TritonOps.linear(x, linear, out) is out
+    torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("blocks", [False, True])
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize(("rows", "out_features", "in_features"), [(3, 130, 384), (17, 64, 600), (130, 200, 128)])
+def test_triton_product_of_several_rows(
+    rows: int, out_features: int, in_features: int, splits: int, blocks: bool
+) -> None:
+    linear = quantized_linear(out_features, in_features, blocks=blocks, bias=rows == 3)
+    x = quantize(normal(rows, in_features), linear.group or 0)
+    expected = TorchOps.linear(x, linear)
+    torch.testing.assert_close(matmul_fp8(x, linear, splits=splits), expected, rtol=1e-4, atol=1e-3)
+    out = torch.full_like(expected, torch.nan)
+    assert matmul_fp8(x, linear, out, splits=splits) is out
+    torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-3)
+    torch.testing.assert_close(TritonOps.linear(x, linear), expected, rtol=1e-4, atol=1e-3)

@@ -1,0 +1,258 @@
+"""FP8 checkpoints of every form against what they hold, and 16-bit ones that are quantized while they are loaded."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import write_checkpoint
+from decoders import VARIANTS, dummy_weights, new_decoder
+from fp8_checkpoints import FORMS, SIZES, change_config, compressed, write_fp8_checkpoint
+from safetensors.torch import load_file, save_file
+from transformers.integrations.finegrained_fp8 import _dequantize_fp8_weight
+
+from bullet_graph.config import EngineConfig
+from bullet_graph.errors import CheckpointError, ConfigError, ModelError, UnsupportedModelError
+from bullet_graph.kernels.fp8 import FP8, dequantize_weight, quantize_weight
+from bullet_graph.kernels.ops import Linear, TorchOps
+from bullet_graph.models.checkpoint import open_checkpoint
+from bullet_graph.models.config import ModelConfig, with_padded_heads
+from bullet_graph.models.presets import PRESETS, load_model_config
+from bullet_graph.models.quantization import in_formats
+from bullet_graph.models.weights import ModelWeights, zero_weights
+from bullet_graph.perf.roofline import Fp8Weights
+
+CPU = torch.device("cpu")
+FILE = "model.safetensors"
+BLOCKS = "fp8 block"
+
+
+def load(folder: Path, config: ModelConfig | None = None) -> ModelWeights:
+    config = config or load_model_config(folder)
+    with open_checkpoint(folder, config) as checkpoint:
+        weights = zero_weights(config, dtype=torch.float32, device=CPU)
+        num_bytes = sum(checkpoint.fill(weights))
+        assert num_bytes == checkpoint.num_bytes or config.stored_head_dim is not None
+    return weights
+
+
+def projections(weights: ModelWeights) -> dict[str, Linear]:
+    found = {}
+    for index, layer in enumerate(weights.layers):
+        found |= {f"{index}.qkv": layer.attention.qkv, f"{index}.o": layer.attention.o}
+        found |= {f"{index}.gate_up": layer.mlp.gate_up, f"{index}.down": layer.mlp.down}
+    return found
+
+
+def stored_as(name: str, tensors: dict[str, torch.Tensor], *, fused: bool = False) -> torch.Tensor:
+    """A projection's weights in a checkpoint."""
+    index, projection = name.split(".")
+    modules = {
+        "qkv": ["self_attn.qkv_proj"] if fused else [f"self_attn.{each}_proj" for each in "qkv"],
+        "o": ["self_attn.o_proj"],
+        "gate_up": ["mlp.gate_up_proj"] if fused else ["mlp.gate_proj", "mlp.up_proj"],
+        "down": ["mlp.down_proj"],
+    }[projection]
+    return torch.cat([tensors[f"model.layers.{index}.{module}.weight"] for module in modules])
+
+
+def dequantized(linear: Linear) -> torch.Tensor:
+    return linear.weight if linear.scale is None else dequantize_weight(linear.weight, linear.scale)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_is_held_as_it_is_stored(tmp_path: Path, form: str) -> None:
+    expected = write_fp8_checkpoint(tmp_path, form)
+    weights = load(tmp_path)
+    for name, linear in projections(weights).items():
+        assert linear.weight.dtype is FP8
+        assert linear.scale is not None
+        assert linear.group == (128 if "block" in form else linear.weight.shape[1])
+        torch.testing.assert_close(dequantized(linear), stored_as(name, expected), rtol=1e-6, atol=0)
+    assert weights.lm_head.dtype == weights.embed.dtype == torch.float32
+    assert torch.equal(weights.lm_head, expected["lm_head.weight"])
+
+
+@pytest.mark.parametrize(("form", "block_size"), [(BLOCKS, [128, 128]), ("fp8 tensor inv", None)])
+def test_transformers_dequantizes_to_the_same_weights(tmp_path: Path, form: str, block_size: list[int] | None) -> None:
+    write_fp8_checkpoint(tmp_path, form)
+    tensors = load_file(tmp_path / FILE)
+    theirs = {
+        name: _dequantize_fp8_weight(tensor, tensors[f"{name}_scale_inv"], block_size, torch.float32)
+        for name, tensor in tensors.items()
+        if tensor.dtype is FP8
+    }
+    for name, linear in projections(load(tmp_path)).items():
+        torch.testing.assert_close(dequantized(linear), stored_as(name, theirs), rtol=1e-6, atol=0)
+
+
+def test_scales_follow_rows_that_are_held_in_another_order(tmp_path: Path) -> None:
+    # Heads of 64 of which 48 are rotated, padded to 128: rows move, and scales with them.
+    expected = write_fp8_checkpoint(tmp_path, "compressed channel", "phi3")
+    config = load_model_config(tmp_path)
+    plain = replace(config, fp8=None)
+    tensors = {name: tensor.contiguous() for name, tensor in expected.items()}
+    (tmp_path / "plain").mkdir()
+    save_file(tensors, tmp_path / "plain" / FILE)
+    for head_dims in ((), (128,)):
+        quantized = load(tmp_path, with_padded_heads(config, head_dims))
+        reference = load(tmp_path / "plain", with_padded_heads(plain, head_dims))
+        for name, linear in projections(quantized).items():
+            torch.testing.assert_close(dequantized(linear), projections(reference)[name].weight, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("form", ["compressed channel", BLOCKS])
+def test_projections_that_stay_plain(tmp_path: Path, form: str) -> None:
+    expected = write_fp8_checkpoint(tmp_path, form, plain=("down_proj", "q_proj", "k_proj", "v_proj"))
+    quantization = FORMS[form][0]
+    key = "ignore" if form != BLOCKS else "modules_to_not_convert"
+    names = [r"re:.*self_attn\.[a-z]_proj", "re:.*lm_head"]
+    change_config(tmp_path, quantization_config=quantization | {key: names})
+    with pytest.raises(UnsupportedModelError, match=r"names, and expressions of letters"):
+        load_model_config(tmp_path)
+    names = [
+        "lm_head",
+        r"re:.*\.q_proj$",
+        "re:.*k_proj",
+        "v_proj",
+        "model.layers.0.mlp.down_proj",
+        "layers.1.mlp.down_proj",
+    ]
+    change_config(tmp_path, quantization_config=quantization | {key: names})
+    config = load_model_config(tmp_path)
+    assert config.fp8 == Fp8Weights(form == BLOCKS, ("qkv", "down"), is_stored=True)
+    for name, linear in projections(load(tmp_path)).items():
+        assert (linear.scale is None) == name.endswith(("qkv", "down"))
+        torch.testing.assert_close(dequantized(linear), stored_as(name, expected), rtol=1e-6, atol=0)
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "awq": ({"quant_method": "awq", "bits": 4}, r"quant_method must be FP8 .*found 'awq'"),
+    "gptq": ({"quant_method": "gptq"}, "found 'gptq'"),
+    "bitsandbytes": ({"quant_method": "bitsandbytes", "load_in_8bit": True}, "found 'bitsandbytes'"),
+    "mxfp4": ({"quant_method": "mxfp4"}, "found 'mxfp4'"),
+    "nvfp4 of modelopt": ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "found 'modelopt'"),
+    "no method": ({}, "quant_method must be .* found no such key"),
+    "other blocks": ({"quant_method": "fp8", "weight_block_size": [64, 64]}, r"weight_block_size must be \[128, 128\]"),
+    "e5m2": ({"quant_method": "fp8", "fmt": "e5m2"}, "fmt must be e4m3"),
+    "ue8m0": ({"quant_method": "fp8", "scale_fmt": "ue8m0"}, "scale_fmt must be float"),
+    "int8": (compressed(strategy="channel", type="int"), r"type must be float.*found 'int'"),
+    "4 bits": (compressed(strategy="channel", num_bits=4), "num_bits must be 8"),
+    "groups": (compressed(strategy="group"), "strategy must be tensor, channel or block"),
+    "small blocks": (compressed(strategy="block", block_structure=[64, 128]), "block_structure must be"),
+    "packed": (compressed(strategy="channel") | {"format": "pack-quantized"}, "format must be float-quantized"),
+    "weights alone": (
+        compressed() | {"config_groups": {"a": {"targets": ["Linear"], "weights": {"num_bits": 8, "type": "float"}}}},
+        "input_activations must be an object",
+    ),
+    "some targets": (
+        compressed() | {"config_groups": {"a": {"targets": ["re:.*q_proj"]}}},
+        r"targets must be \[\"Linear\"\]",
+    ),
+    "heads' scales": (
+        compressed(strategy="tensor") | {"kv_cache_scheme": {"num_bits": 8, "type": "float", "strategy": "head"}},
+        "one FP8 scale a layer",
+    ),
+    "a part of qkv": ({"quant_method": "fp8", "ignored_layers": ["q_proj"]}, "alike in all layers, and for all of"),
+    "a layer": (
+        {"quant_method": "fp8", "ignored_layers": ["model.layers.0"]},
+        "2 of|2 stay|1 stay|alike in all layers",
+    ),
+    "everything": (
+        {"quant_method": "fp8", "ignored_layers": ["self_attn", "re:.*mlp.*", "re:.*self_attn"]},
+        "all projections",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_by_name(tmp_path: Path, name: str) -> None:
+    quantization, problem = REFUSED[name]
+    write_checkpoint(tmp_path, "llama", tokenizer=False)
+    change_config(tmp_path, quantization_config=quantization)
+    with pytest.raises(ModelError, match=problem) as caught:
+        load_model_config(tmp_path)
+    if name != "weights alone":
+        assert isinstance(caught.value, UnsupportedModelError)
+        assert "16-bit checkpoint" in str(caught.value)
+
+
+Q = "model.layers.1.self_attn.q_proj"
+BROKEN: dict[str, tuple[str, dict[str, torch.Tensor], str]] = {
+    "no scale": (f"{Q}.weight_scale", {}, rf"{Q}\.weight_scale are required"),
+    "16 bits": ("", {f"{Q}.weight": torch.zeros(256, 256)}, rf"{Q}\.weight must be one of F8_E4M3; found F32"),
+    "scale's shape": ("", {f"{Q}.weight_scale": torch.ones(2, 2)}, rf"{Q}\.weight_scale must have shape"),
+    "scale's type": ("", {f"{Q}.weight_scale": torch.ones(256, 1).int()}, "must be one of F32, F16, BF16; found I32"),
+    "zero point": ("", {f"{Q}.weight_zero_point": torch.zeros(256, 1)}, "weight_zero_point are present"),
+    "norm": ("", {"model.norm.weight": torch.ones(256).to(FP8)}, "must be one of F32, F16, BF16; found F8_E4M3"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_broken_checkpoint(tmp_path: Path, name: str) -> None:
+    drop, add, problem = BROKEN[name]
+    write_fp8_checkpoint(tmp_path, "compressed channel")
+    tensors = load_file(tmp_path / FILE) | add
+    save_file({name: tensor for name, tensor in tensors.items() if name != drop}, tmp_path / FILE)
+    with pytest.raises(CheckpointError, match=problem):
+        load(tmp_path)
+
+
+def test_blocks_that_cross_modules_are_refused(tmp_path: Path) -> None:
+    write_fp8_checkpoint(tmp_path, BLOCKS, intermediate_size=192)
+    with pytest.raises(UnsupportedModelError, match="multiples of 128 channels"):
+        load(tmp_path)
+
+
+# ---- quantized while loading ----
+
+
+def test_a_plain_checkpoint_is_quantized_by_channel(tmp_path: Path) -> None:
+    state = write_checkpoint(tmp_path, "qwen2", tokenizer=False, dtype=torch.bfloat16, **SIZES).state_dict()
+    config = in_formats(load_model_config(tmp_path), quantization="fp8", kv_cache_dtype="auto")
+    assert config.fp8 == Fp8Weights()
+    for name, linear in projections(load(tmp_path, config)).items():
+        values, scale = quantize_weight(stored_as(name, state).float(), blocks=False)
+        assert torch.equal(linear.weight.float(), values.float())
+        assert linear.scale is not None
+        assert torch.equal(linear.scale, scale)
+        assert (linear.bias is None) == (not name.endswith("qkv"))
+
+
+def test_dummy_weights_are_those_of_16_bits_quantized() -> None:
+    config = replace(PRESETS["tiny"], fp8=Fp8Weights(plain=("o",)))
+    plain = projections(dummy_weights(replace(config, fp8=None), dtype=torch.bfloat16, device=CPU, seed=3))
+    for name, linear in projections(dummy_weights(config, dtype=torch.bfloat16, device=CPU, seed=3)).items():
+        if name.endswith("o"):
+            assert torch.equal(linear.weight, plain[name].weight)
+        else:
+            expected = plain[name].weight.float()
+            error = (dequantized(linear) - expected).norm() / expected.norm()
+            assert 0 < error < 0.03
+
+
+def test_settings() -> None:
+    assert in_formats(PRESETS["tiny"], quantization=None, kv_cache_dtype="auto") == PRESETS["tiny"]
+    stored = replace(PRESETS["tiny"], fp8=Fp8Weights(blocks=True, is_stored=True))
+    assert in_formats(stored, quantization="fp8", kv_cache_dtype="fp8") == replace(stored, fp8_kv=True)
+    assert PRESETS["qwen3-8b-fp8"] == replace(PRESETS["qwen3-8b"], fp8=Fp8Weights())
+    with pytest.raises(ConfigError, match="quantization must be one of fp8, got 'int8'"):
+        EngineConfig(model="tiny", quantization="int8")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="kv_cache_dtype must be one of auto, fp8"):
+        EngineConfig.of("tiny", kv_cache_dtype="int8")
+
+
+@pytest.mark.parametrize("blocks", [False, True])
+def test_a_projection_s_error_is_that_of_the_format(blocks: bool) -> None:
+    """W8A8 against float32 with the dequantized weights: only activations are rounded."""
+    config = replace(VARIANTS["qwen2"], num_heads=4, num_kv_heads=2, fp8=Fp8Weights(blocks))
+    decoder = new_decoder(config, num_blocks=1)
+    ops, generator = TorchOps(), torch.Generator().manual_seed(1)
+    for linear in projections(decoder.weights).values():
+        assert linear.group is not None
+        x = torch.randn(40, linear.weight.shape[1], generator=generator)
+        found = ops.linear(ops.quantize(x, linear.group), linear)
+        expected = x @ dequantized(linear).t() + (0 if linear.bias is None else linear.bias)
+        # A step is 2^-3 of a number or less: its rounding's error is 2^-4 / √3 of it at most, 2.6 % in the mean square.
+        assert (found - expected).norm() / expected.norm() < 0.036
