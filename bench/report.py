@@ -18,18 +18,7 @@ import click
 import matplotlib as mpl
 from matplotlib.figure import Figure
 
-from bench.evidence import (
-    CLAIMED,
-    OWN,
-    Source,
-    Task,
-    best_of,
-    dicts,
-    figure_of,
-    read_results,
-    runs_of,
-    tasks_of,
-)
+from bench.evidence import CLAIMED, OWN, Source, Task, best_of, dicts, figure_of, read_results, runs_of, tasks_of
 from bench.record import Refusal
 from bullet_graph.cli.bench.startup import StartRun, phase_names
 from bullet_graph.cli.plots import draw_starts
@@ -262,9 +251,7 @@ Each file names its device, versions and commit. Newer files record their comman
 def make_report(sources: Sequence[Source], folder: str, pictures: str) -> str:
     """The report as Markdown; the same text for the same files."""
     newest = max(
-        (p for source in sources for p in source.provenances),
-        key=lambda p: str(p.get("date_utc") or ""),
-        default={},
+        (p for source in sources for p in source.provenances), key=lambda p: str(p.get("date_utc") or ""), default={}
     )
     versions = newest.get("versions") or {}
     tasks = tasks_of(sources)

@@ -35,13 +35,7 @@ from bullet_graph.slo import Slo
 if TYPE_CHECKING:
     from bullet_graph.engine.async_engine import AsyncEngine
     from bullet_graph.engine.engine import Engine
-    from bullet_graph.engine.output import (
-        CompletionOutput,
-        EngineStats,
-        OutputKind,
-        RequestOutput,
-        TokenLogprobs,
-    )
+    from bullet_graph.engine.output import CompletionOutput, EngineStats, OutputKind, RequestOutput, TokenLogprobs
     from bullet_graph.perf.metrics import RequestMetrics
 
 __all__ = [

@@ -187,8 +187,7 @@ class EngineConfig:
     """
 
     model: str = setting(
-        MISSING,
-        "A Hugging Face model folder, a hub id such as Qwen/Qwen3-0.6B, or a preset (random weights).",
+        MISSING, "A Hugging Face model folder, a hub id such as Qwen/Qwen3-0.6B, or a preset (random weights)."
     )
     revision: str | None = setting(
         None,

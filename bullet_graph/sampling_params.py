@@ -162,11 +162,7 @@ class SamplingParams:
             ("min_p", _is_real(self.min_p, 0, 1), "in [0, 1]"),
             ("seed", _is_int(self.seed, 0, 2**63 - 1, or_none=True), "None or an integer in [0, 2**63)"),
             ("max_tokens", _is_int(self.max_tokens, 0), "an integer ≥ 0"),
-            (
-                "min_tokens",
-                _is_int(self.min_tokens, 0, max_tokens),
-                f"between 0 and max_tokens ({max_tokens})",
-            ),
+            ("min_tokens", _is_int(self.min_tokens, 0, max_tokens), f"between 0 and max_tokens ({max_tokens})"),
             ("logprobs", _is_int(self.logprobs, 0, MAX_LOGPROBS, or_none=True), counts),
             ("prompt_logprobs", _is_int(self.prompt_logprobs, 0, MAX_LOGPROBS, or_none=True), counts),
             ("skip_special_tokens", isinstance(self.skip_special_tokens, bool), "true or false"),

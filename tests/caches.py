@@ -55,10 +55,7 @@ def build(
 
 
 def placed(
-    store: CaptureStore,
-    staged: Path,
-    fingerprint: Mapping[str, str] = FINGERPRINT,
-    plan: Mapping[str, Any] = PLAN,
+    store: CaptureStore, staged: Path, fingerprint: Mapping[str, str] = FINGERPRINT, plan: Mapping[str, Any] = PLAN
 ) -> Entry:
     """The entry of a staged folder."""
     manifest = Manifest(

@@ -174,10 +174,7 @@ class CoreLoop:
             self.executor,
             planner_loads.planner(planner) if isinstance(planner, str) else planner,
             Scheduler(
-                num_blocks=num_kv_blocks,
-                max_num_seqs=max_num_seqs,
-                max_model_len=max_model_len,
-                prefix_caching=True,
+                num_blocks=num_kv_blocks, max_num_seqs=max_num_seqs, max_model_len=max_model_len, prefix_caching=True
             ),
             num_layers=NUM_LAYERS,
         )

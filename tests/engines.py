@@ -79,8 +79,7 @@ def force_tokens(monkeypatch: pytest.MonkeyPatch, token_ids: Sequence[int], prom
     def scripted(logits: Tensor, slots: Tensor, positions: Tensor, state: SamplingState) -> Tensor:
         del logits
         chosen = torch.tensor(
-            [token_ids[min(position - prompt_tokens, last)] for position in positions.tolist()],
-            dtype=torch.int32,
+            [token_ids[min(position - prompt_tokens, last)] for position in positions.tolist()], dtype=torch.int32
         )
         state.last_token[slots.long()] = chosen
         return chosen

@@ -23,10 +23,7 @@ def model() -> TableModel:
 
 def planner(policy: str = "auto", *, max_chunk_tokens: int = MAX_CHUNK) -> Planner:
     return Planner(
-        Policy.parse(policy),
-        max_chunk_tokens=max_chunk_tokens,
-        decode_sms=model().decode_sms,
-        model=model(),
+        Policy.parse(policy), max_chunk_tokens=max_chunk_tokens, decode_sms=model().decode_sms, model=model()
     )
 
 

@@ -69,13 +69,7 @@ class Loop:
         """After how many tokens each sequence must have ended."""
 
     def add(
-        self,
-        prompt: int | list[int],
-        max_tokens: int = 8,
-        end: int | None = None,
-        *,
-        n: int = 1,
-        **params: Any,
+        self, prompt: int | list[int], max_tokens: int = 8, end: int | None = None, *, n: int = 1, **params: Any
     ) -> Sequence:
         """Queue the samples of a prompt, or of one of this length that shares nothing; return the first.
 

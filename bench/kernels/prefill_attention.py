@@ -93,9 +93,7 @@ def main(model: str, layers: int, output_json: Path) -> None:
         out = torch.empty_like(q)
         measure(num_prompts, tokens, 0, lambda _, p=ragged, r=rows, o=out: p.run_into(0, r, o))  # type: ignore[misc]
     for tokens, cached in CONTINUED:
-        paged = lane.plan(
-            paged_batch(np.array([tokens + cached], dtype=np.int32), num_blocks, rows_each=tokens),
-        )
+        paged = lane.plan(paged_batch(np.array([tokens + cached], dtype=np.int32), num_blocks, rows_each=tokens))
         q = random_tensor(tokens, config.num_heads, config.head_dim)
         rows, out = LayerRows(q, q, q), torch.empty_like(q)
         measure(1, tokens, cached, lambda layer, p=paged, r=rows, o=out: p.run_into(layer, r, o))  # type: ignore[misc]

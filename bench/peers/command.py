@@ -60,12 +60,7 @@ _LEAST_WIDTH = 160
 )
 @click.option("--rates", metavar="R,R,…", callback=lambda *a: _parse_rates(a[2]), help="Serve at these rates only.")
 @click.option("--all-at-once", is_flag=True, help="All requests at the start, instead of rates.")
-@click.option(
-    "--repeats",
-    type=click.IntRange(min=1),
-    default=1,
-    help="Runs at each of --rates, or all at once.",
-)
+@click.option("--repeats", type=click.IntRange(min=1), default=1, help="Runs at each of --rates, or all at once.")
 @search_options
 @click.option(
     "--best-peer-only",
@@ -85,6 +80,7 @@ _LEAST_WIDTH = 160
     "max_num_batched_tokens",
     "gpu_memory_utilization",
     "kv_cache_bytes",
+    "kv_cache_dtype",
     max_num_seqs=1024,
     gpu_memory_utilization=0.45,
 )

@@ -104,13 +104,7 @@ def make_setup(cells: Sequence[Cell[Candidate]], options: Mapping[str, Any]) -> 
 
 
 def _peer_client(
-    system: System,
-    runner: asyncio.Runner,
-    *,
-    backend: str,
-    model_id: str,
-    vocab_size: int,
-    device_uuid: str | None,
+    system: System, runner: asyncio.Runner, *, backend: str, model_id: str, vocab_size: int, device_uuid: str | None
 ) -> Client:
     """The client of a system, which watches the GPU of this UUID and the host during a replay."""
 
@@ -231,14 +225,7 @@ class Comparison:
         prompt_seed = self._seed + _MOST_RUNS * self._tasks.index(cell.key.task) + run
         at_once = Arrivals(request_rate=math.inf, seed=self._seed)
         workload, arrivals = at_rate(cell.workload, at_once, rate, smoke=self._smoke)
-        measured = measure(
-            self._client(cell),
-            workload,
-            arrivals,
-            slo=cell.slo,
-            prompt_seed=prompt_seed,
-            label=label,
-        )
+        measured = measure(self._client(cell), workload, arrivals, slo=cell.slo, prompt_seed=prompt_seed, label=label)
         result = measured.result
         attainment = result.slo_attainment
         reasons = Counter(reason for reason in result.errors if reason)

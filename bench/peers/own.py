@@ -32,10 +32,7 @@ class OwnEngine:
         del settings["shares_prefixes"]
         config = EngineConfig(**settings)
         config = config_for(config, list(dict.fromkeys(one.policy for one in wanted)), slo)
-        engine = Engine(
-            **config.values(),
-            trace_decisions=decisions,
-        )
+        engine = Engine(**config.values(), trace_decisions=decisions)
         self._engine = AsyncEngine(engine)
         self.settings: Mapping[str, Any] = dataclasses.asdict(setup) | {
             "opened_for": str(config.policy),

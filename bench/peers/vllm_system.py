@@ -34,6 +34,7 @@ from bullet_graph.models.config import ModelConfig
 from bullet_graph.models.presets import resolve_model
 from bullet_graph.models.rope import Llama3RopeScaling
 from bullet_graph.perf.provenance import installed_version, without_home
+from bullet_graph.perf.roofline import FP8_BLOCK, Fp8Weights
 from bullet_graph.slo import Slo
 
 SCHEDULER = "bench.peers.vllm_scheduler.BudgetedScheduler"
@@ -179,6 +180,7 @@ def engine_arguments(setup: Setup, folder: Path) -> dict[str, Any]:
         "max_num_seqs": setup.max_num_seqs,
         "max_num_batched_tokens": setup.max_num_batched_tokens,
         "gpu_memory_utilization": setup.gpu_memory_utilization,
+        "kv_cache_dtype": setup.kv_cache_dtype,
         "enable_prefix_caching": setup.shares_prefixes,
         "disable_log_stats": True,
         "enable_log_requests": False,
@@ -193,14 +195,14 @@ def hf_config(model: ModelConfig) -> dict[str, Any]:
     rope: dict[str, Any] = {"rope_theta": model.rope.theta, "rope_type": "default"}
     if isinstance(model.rope.scaling, Llama3RopeScaling):
         rope |= {"rope_type": "llama3"} | dataclasses.asdict(model.rope.scaling)
-    experts: dict[str, Any] = {}
+    others: dict[str, Any] = {} if model.fp8 is None else {"quantization_config": quantization_config(model.fp8)}
     if model.num_experts:
-        experts = dict.fromkeys(("num_experts", "num_local_experts"), model.num_experts) | {
+        others |= dict.fromkeys(("num_experts", "num_local_experts"), model.num_experts) | {
             "num_experts_per_tok": model.experts_per_token,
             "moe_intermediate_size": model.expert_intermediate_size,
             "norm_topk_prob": model.renormalize_experts,
         }
-    return experts | {
+    return others | {
         "architectures": [model.architecture],
         "model_type": _MODEL_TYPES[model.architecture],
         "vocab_size": model.vocab_size,
@@ -219,6 +221,20 @@ def hf_config(model: ModelConfig) -> dict[str, Any]:
         "dtype": model.dtype,
         "eos_token_id": list(model.eos_token_ids) or None,
     }
+
+
+def quantization_config(fp8: Fp8Weights) -> dict[str, Any]:
+    """As compressed-tensors writes it: scales of channels and tokens, or of blocks and groups of 128 columns."""
+    blocks = {"strategy": "block", "block_structure": [FP8_BLOCK] * 2} if fp8.blocks else {"strategy": "channel"}
+    groups = {"strategy": "group", "group_size": FP8_BLOCK} if fp8.blocks else {"strategy": "token"}
+    number = {"num_bits": 8, "type": "float", "symmetric": True}
+    group = {
+        "targets": ["Linear"],
+        "weights": number | blocks,
+        "input_activations": number | groups | {"dynamic": True},
+    }
+    told = {"quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": {"group_0": group}}
+    return told | {"ignore": ["lm_head", "re:.*gate$"]}
 
 
 def write_model_folder(folder: Path, model: ModelConfig) -> Path:

@@ -218,12 +218,7 @@ def explain(plan_name: str | None, store: CaptureStore, as_json: bool, **setting
 def _explain(entry: Entry, differences: tuple[Difference, ...], here: dict[str, str], *, any_plan: bool) -> None:
     same = [Difference(name, value, value) for name, value in here.items()]
     rows = [
-        (
-            each.component,
-            each.cached or "–",
-            each.here or "–",
-            "same" if each.cached == each.here else "differs",
-        )
+        (each.component, each.cached or "–", each.here or "–", "same" if each.cached == each.here else "differs")
         for each in {found.component: found for found in (*same, *differences)}.values()
     ]
     title = f"{entry.entry_id}: {_title(entry)}"

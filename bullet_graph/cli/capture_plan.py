@@ -57,12 +57,7 @@ _GB = 1e9
     help="Most seconds of capturing at a start, without compiling.",
 )
 @setting_options("seed")
-@click.option(
-    "--output",
-    type=FILE,
-    metavar="FILE.toml",
-    help="Write the plan to this file.  [default: to stdout]",
-)
+@click.option("--output", type=FILE, metavar="FILE.toml", help="Write the plan to this file.  [default: to stdout]")
 @click.option("--overwrite", is_flag=True, help="Replace the file of --output if it exists.")
 @json_option
 def plan(

@@ -106,11 +106,7 @@ def draw_sweep(sweep: Sweep, image_format: str) -> dict[str, bytes]:
 
 
 @picture
-def _draw_goodput(
-    tasks: Mapping[Task, Mapping[str, SweepCell]],
-    systems: Sequence[str],
-    tolerance: float,
-) -> Figure:
+def _draw_goodput(tasks: Mapping[Task, Mapping[str, SweepCell]], systems: Sequence[str], tolerance: float) -> Figure:
     """Goodputs as bars: a group for each workload and targets, a bar for each system, a mark in it for 99 %."""
     figure = Figure(figsize=(max(6.0, 2.0 + 2.4 * len(tasks)), 4.6), layout="constrained")
     axes = figure.subplots()

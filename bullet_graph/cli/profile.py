@@ -46,12 +46,7 @@ from bullet_graph.runtime.profile import prepare_profile, profile_model
 @click.option("--restart", is_flag=True, help="Discard what an interrupted profile measured.")
 @json_option
 def profile(
-    time_budget_s: float,
-    output: Path | None,
-    overwrite: bool,
-    restart: bool,
-    as_json: bool,
-    **settings: Any,
+    time_budget_s: float, output: Path | None, overwrite: bool, restart: bool, as_json: bool, **settings: Any
 ) -> None:
     """Measure how fast this GPU decodes and prefills: each alone, in one forward, and both on parts of the GPU.
 

@@ -110,11 +110,7 @@ def print_replays(title: str, named: Mapping[str, ReplayRun]) -> None:
     add("steps", of("num_steps"))
     add("preemptions", of("num_preemptions"))
     hits = zip(of("prefix_cache_hits", 100), of("prefix_cache_queries"), strict=True)
-    add(
-        "prompt tokens in the prefix cache, %",
-        [hit / asked if hit and asked else None for hit, asked in hits],
-        1,
-    )
+    add("prompt tokens in the prefix cache, %", [hit / asked if hit and asked else None for hit, asked in hits], 1)
     blocks = zip(of("kv_blocks_peak", 100), of("kv_blocks_total"), strict=True)
     add("KV blocks, peak, %", [None if not total else (peak or 0.0) / total for peak, total in blocks], 1)
     shares = [run.get("policy_shares") or {} for run in runs.values()]

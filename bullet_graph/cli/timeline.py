@@ -30,10 +30,7 @@ def draw_timeline(trace: Trace, window: Window) -> Figure:
     _draw_policies(policies, occupancy, edges_s, trace.start_s)
     _draw_sms(sms, occupancy, edges_s, trace)
     _draw_queue(queue, trace, window)
-    queue.set(
-        xlabel="s since the trace began",
-        xlim=(window.start_s - trace.start_s, window.end_s - trace.start_s),
-    )
+    queue.set(xlabel="s since the trace began", xlim=(window.start_s - trace.start_s, window.end_s - trace.start_s))
     header = trace.header
     figure.suptitle(f"{header.model} on {header.device}, policy {header.policy}, {header.slo}", x=0.055, ha="left")
     return figure

@@ -14,12 +14,7 @@ from bullet_graph.errors import PromptError, RequestError, SamplingParamsError
 from bullet_graph.models.config import ModelConfig
 from bullet_graph.models.tokenizer import Tokenizer
 from bullet_graph.runtime.step import Int32Array
-from bullet_graph.sampling_params import (
-    MAX_BAD_WORD_TOKENS,
-    MAX_BAD_WORDS,
-    MAX_MASKED_TOKEN_IDS,
-    SamplingParams,
-)
+from bullet_graph.sampling_params import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_MASKED_TOKEN_IDS, SamplingParams
 from bullet_graph.slo import Slo
 
 Prompt = str | Sequence[int]

@@ -2,13 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from bullet_graph.engine.output import (
-    CompletionOutput,
-    FinishReason,
-    OutputKind,
-    RequestOutput,
-    TokenLogprobs,
-)
+from bullet_graph.engine.output import CompletionOutput, FinishReason, OutputKind, RequestOutput, TokenLogprobs
 from bullet_graph.engine.sequence import Sequence
 from bullet_graph.errors import RequestError
 from bullet_graph.perf.metrics import RequestMetrics

@@ -109,10 +109,7 @@ class SimulatedEngine(EngineCore):
             on_step=on_step,
         )
         planner = Planner(
-            settings.policy,
-            max_chunk_tokens=settings.max_num_batched_tokens,
-            decode_sms=decode_sms,
-            model=model,
+            settings.policy, max_chunk_tokens=settings.max_num_batched_tokens, decode_sms=decode_sms, model=model
         )
         super().__init__(
             executor,

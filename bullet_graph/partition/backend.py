@@ -142,12 +142,7 @@ OPENERS: Mapping[str, BackendOpener] = MappingProxyType(
 """By name, the preferred first."""
 
 
-def open_backend(
-    name: str,
-    partitions: Sequence[SmPartition],
-    *,
-    device: int = 0,
-) -> tuple[PartitionBackend, str]:
+def open_backend(name: str, partitions: Sequence[SmPartition], *, device: int = 0) -> tuple[PartitionBackend, str]:
     """Open a back end that holds all the partitions, each proven on this GPU, and say why in one line.
 
     The name "auto" takes the first that can be opened and verifies; for the whole GPU alone it takes "none". Nothing

@@ -51,10 +51,7 @@ def model_components(model: ModelConfig, dtype: str) -> dict[str, str]:
     shape = dataclasses.asdict(model)
     # They change no kernel: the tokens that end an output, and the checkpoint's own dtype.
     del shape["eos_token_ids"], shape["dtype"]
-    return {
-        "model": f"{model.architecture} {model.num_layers}x{model.hidden_size} {digest(shape)}",
-        "dtype": dtype,
-    }
+    return {"model": f"{model.architecture} {model.num_layers}x{model.hidden_size} {digest(shape)}", "dtype": dtype}
 
 
 def machine_components(device: torch.device) -> dict[str, str]:

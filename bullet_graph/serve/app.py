@@ -24,12 +24,7 @@ from bullet_graph.serve.errors import ApiError
 from bullet_graph.serve.generation import Generation
 from bullet_graph.serve.limits import Gate, LimitMiddleware
 from bullet_graph.serve.metrics import ServerMetrics
-from bullet_graph.serve.protocol import (
-    ChatCompletionRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    TokenizeRequest,
-)
+from bullet_graph.serve.protocol import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from bullet_graph.serve.schemas import ChatCompletion, Completion, Model, ModelList, Text, Tokens, answers
 from bullet_graph.serve.settings import OWNER, ServeSettings
 

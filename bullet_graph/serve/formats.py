@@ -100,10 +100,7 @@ class AnswerFormat(ABC):
             if entry is None
             else {
                 str(i): {"logprob": _finite(p), "rank": rank, "decoded_token": self._texts(i)}
-                for rank, (i, p) in (
-                    (None, (entry.token_id, entry.logprob)),
-                    *enumerate(entry.top[:count], 1),
-                )
+                for rank, (i, p) in ((None, (entry.token_id, entry.logprob)), *enumerate(entry.top[:count], 1))
             }
             for entry in output.prompt_logprobs or ()
         ]
@@ -170,12 +167,7 @@ class CompletionFormat(AnswerFormat):
             else {texts(i): _finite(p) for i, p in ((entry.token_id, logprob), *reversed(entry.top))}
             for entry, logprob in zip(entries, logprobs, strict=True)
         ]
-        return {
-            "tokens": tokens,
-            "token_logprobs": logprobs,
-            "top_logprobs": tops,
-            "text_offset": offsets,
-        }
+        return {"tokens": tokens, "token_logprobs": logprobs, "top_logprobs": tops, "text_offset": offsets}
 
 
 class ChatFormat(AnswerFormat):

@@ -15,14 +15,7 @@ from bullet_graph.sampling_params import SamplingParams
 from bullet_graph.serve.access_log import Tally
 from bullet_graph.serve.answers import Answer
 from bullet_graph.serve.errors import ApiError
-from bullet_graph.serve.formats import (
-    AnswerFormat,
-    ChatFormat,
-    CompletionFormat,
-    Fields,
-    to_json,
-    token_texts,
-)
+from bullet_graph.serve.formats import AnswerFormat, ChatFormat, CompletionFormat, Fields, to_json, token_texts
 from bullet_graph.serve.limits import Gate
 from bullet_graph.serve.metrics import RequestMeter, ServerMetrics
 from bullet_graph.serve.protocol import (

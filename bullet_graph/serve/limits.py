@@ -173,10 +173,7 @@ class Gate:
             raise ApiError.of(self._engine.failure)
         if self.closed:
             raise ApiError(
-                503,
-                "the server is shutting down: ask another",
-                code="shutting_down",
-                headers={"Retry-After": "5"},
+                503, "the server is shutting down: ask another", code="shutting_down", headers={"Retry-After": "5"}
             )
 
     @contextmanager

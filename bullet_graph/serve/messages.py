@@ -99,10 +99,7 @@ class Message(_Said):
         content = self.content or ""
         if not isinstance(content, str):
             content = "".join(part.text for part in content)
-        message: dict[str, Any] = {
-            "role": "system" if self.role == "developer" else self.role,
-            "content": content,
-        }
+        message: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": content}
         message |= self.model_dump(include={"name", "tool_call_id"}, exclude_none=True)
         # Templates ask whether the key is there.
         return message | ({"tool_calls": [call.for_template() for call in self.tool_calls]} if self.tool_calls else {})

@@ -126,10 +126,7 @@ StopText = Annotated[str, Field(min_length=1, max_length=1000)]
 Few = Annotated[list[T], Field(min_length=1, max_length=MAX_OUTPUTS, fail_fast=True)]
 TemplateKwargs = Annotated[
     dict[str, Any],
-    Field(
-        max_length=_MOST_FIELDS,
-        description="Variables of the model's chat template, such as enable_thinking.",
-    ),
+    Field(max_length=_MOST_FIELDS, description="Variables of the model's chat template, such as enable_thinking."),
 ]
 
 
@@ -319,8 +316,7 @@ class ChatCompletionRequest(GenerationRequest):
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     tools: Tools | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = Field(
-        default=None,
-        description="By default auto, where there are tools; one that must be called, or `required`.",
+        default=None, description="By default auto, where there are tools; one that must be called, or `required`."
     )
     parallel_tool_calls: bool | None = Field(default=None, description="False: at most one call.")
     chat_template_kwargs: TemplateKwargs | None = None

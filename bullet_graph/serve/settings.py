@@ -28,10 +28,7 @@ class ServeSettings:
     )
     host: str = setting("127.0.0.1", "Address to listen on; 0.0.0.0: all.", wanted="a name or an address")
     port: int = setting(
-        8000,
-        "TCP port; 0: a free one.",
-        wanted="between 0 and 65535",
-        holds=lambda port: 0 <= port < 2**16,
+        8000, "TCP port; 0: a free one.", wanted="between 0 and 65535", holds=lambda port: 0 <= port < 2**16
     )
     api_key: str | None = setting(
         None,
@@ -63,9 +60,7 @@ class ServeSettings:
     )
     max_queue_len: int = setting(1024, "Requests get 429 while this many sequences wait for KV blocks.", minimum=1)
     request_timeout_s: float = _time(
-        600.0,
-        "--request-timeout",
-        "Longest time to send the body, and from a request's arrival to its last token.",
+        600.0, "--request-timeout", "Longest time to send the body, and from a request's arrival to its last token."
     )
     shutdown_timeout_s: float = _time(
         30.0,
@@ -78,9 +73,7 @@ class ServeSettings:
         "auto", "Format of tool calls; auto: that of the chat template."
     )
     watchdog_timeout_s: float = _time(
-        60.0,
-        "--watchdog-timeout",
-        "After this long without progress on a lane, all requests fail and /health is 503.",
+        60.0, "--watchdog-timeout", "After this long without progress on a lane, all requests fail and /health is 503."
     )
 
     def __post_init__(self) -> None:

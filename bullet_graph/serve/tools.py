@@ -80,12 +80,7 @@ def forced_calls(tools: Mapping[str, Mapping[str, Any]], *, parallel: bool) -> d
                     raise SamplingParamsError(f"`tools` define different schemas {kind}.{key}: rename one")
         properties = {"name": {"const": name}, "parameters": parameters}
         calls.append(
-            {
-                "type": "object",
-                "properties": properties,
-                "required": [*properties],
-                "additionalProperties": False,
-            }
+            {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
         )
     most = {} if parallel else {"maxItems": 1}
     return {"type": "array", "minItems": 1, **most, "items": {"anyOf": calls}} | {
@@ -155,10 +150,7 @@ class ToolCallParser:
         if mark:
             self._enter_calls(mark)
         else:
-            kept = next(
-                (n for n in range(len(self._form.begin) - 1, 0, -1) if words.endswith(self._form.begin[:n])),
-                0,
-            )
+            kept = next((n for n in range(len(self._form.begin) - 1, 0, -1) if words.endswith(self._form.begin[:n])), 0)
             words, rest = words[: len(words) - kept], words[len(words) - kept :]
         self._say(words)
         self._rest = rest

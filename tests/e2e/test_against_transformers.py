@@ -83,8 +83,7 @@ def test_forced_preemption_changes_nothing(oracle: Oracle, policy: str) -> None:
 
 @pytest.mark.parametrize("oracle", ["mistral"], indirect=True)
 @pytest.mark.parametrize(
-    ("policy", "num_blocks", "num_prompts"),
-    [("serial", 5, 1), ("mixed", 5, 2), ("mixed", 8, 3), ("auto", 8, 3)],
+    ("policy", "num_blocks", "num_prompts"), [("serial", 5, 1), ("mixed", 5, 2), ("mixed", 8, 3), ("auto", 8, 3)]
 )
 def test_a_window_needs_no_cache_for_whole_sequences(
     oracle: Oracle, policy: str, num_blocks: int, num_prompts: int

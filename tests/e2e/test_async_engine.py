@@ -14,17 +14,7 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
-from engines import (
-    Gate,
-    Model,
-    at_any_depth,
-    collect,
-    engine_threads,
-    fail_launches,
-    idle,
-    make_engine,
-    tokens_of,
-)
+from engines import Gate, Model, at_any_depth, collect, engine_threads, fail_launches, idle, make_engine, tokens_of
 
 import bullet_graph
 from bullet_graph import (

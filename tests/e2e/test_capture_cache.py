@@ -13,17 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from built_captures import (
-    OPTIONS,
-    SETTINGS,
-    built,
-    engine_from,
-    only_entry,
-    quickly,
-    start_engine,
-    store,
-    tokens_of,
-)
+from built_captures import OPTIONS, SETTINGS, built, engine_from, only_entry, quickly, start_engine, store, tokens_of
 from caches import flip_byte
 from cli_runner import refused, run
 

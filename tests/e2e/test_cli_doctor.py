@@ -147,11 +147,7 @@ def test_a_calibration_is_remembered_and_can_be_contributed(own_caches: Path, mo
     result = run("doctor", "--calibrate")
     assert result.exit_code == 0, result.output
     assert result.stderr == ""
-    for words in (
-        "580.159.04 keeps stream masks at offset 0x600: proven",
-        str(own_caches),
-        "To contribute it",
-    ):
+    for words in ("580.159.04 keeps stream masks at offset 0x600: proven", str(own_caches), "To contribute it"):
         assert words in result.stdout
     assert result.stdout.endswith(f"{LINE}\n")
     assert remembered(UNKNOWN) == 0x600

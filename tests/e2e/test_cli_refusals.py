@@ -104,11 +104,7 @@ TARGETS = "--goodput ttft:500 tpot:15"
         ("simulate", "--gpu roofline:abacus", "abacus"),
         ("simulate", "--gpu missing.json", "missing.json"),
         ("simulate", "--gpu roofline:generic", "--kv-cache-bytes"),
-        (
-            "capture plan",
-            f"{PLAN} --memory-gb 0.005",
-            "the whole GPU needs a graph of --max-num-seqs 256 rows",
-        ),
+        ("capture plan", f"{PLAN} --memory-gb 0.005", "the whole GPU needs a graph of --max-num-seqs 256 rows"),
         ("capture plan", f"{PLAN} --time-s 0.01", "raise --memory-gb or --time-s"),
         ("capture plan", f"{PLAN} --gpu abacus", "no performance table abacus_llama-3.1-8b_bfloat16.json"),
         ("capture plan", f"{PLAN} --model llama-3.2-1b", "no performance table h200_llama-3.2-1b"),
@@ -171,9 +167,6 @@ def test_prompts_that_are_no_text(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
-@pytest.mark.parametrize(
-    "command",
-    ["bench throughput --trace azure:conv", "bench latency", "generate --prompt-ids 1"],
-)
+@pytest.mark.parametrize("command", ["bench throughput --trace azure:conv", "bench latency", "generate --prompt-ids 1"])
 def test_a_gpu_asked_for_where_there_is_none(command: str) -> None:
     assert "no CUDA device" in refused(run(*command.split(), "--model", "tiny", "--device", "cuda"))

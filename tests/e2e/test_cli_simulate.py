@@ -31,8 +31,7 @@ def simulate(*arguments: str, trace: str = "azure:conv", gpu: object = "roofline
 def test_one_policy_has_the_flat_fields_of_vllms_serving_benchmark(table: Path, tmp_path: Path) -> None:
     output = tmp_path / "result.json"
     result = simulate(
-        *("--request-rate", "20", *TARGETS, "--policy", "auto", "--output-json", str(output), "--json"),
-        gpu=table,
+        *("--request-rate", "20", *TARGETS, "--policy", "auto", "--output-json", str(output), "--json"), gpu=table
     )
     flat = parsed(result)
     assert json.loads(output.read_text()) == flat

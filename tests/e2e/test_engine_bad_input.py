@@ -97,11 +97,7 @@ def test_a_gpu_where_there_is_none() -> None:
         ({"perf_table": "/nowhere/table.json"}, PerfTableError, "tables are measured on GPUs"),
         ({"kv_cache_bytes": 1000}, InsufficientMemoryError, r"short by .*MiB.*Raise kv_cache_bytes"),
         ({"kv_cache_bytes": 2**60}, InsufficientMemoryError, r"short by .*GiB.*Lower kv_cache_bytes"),
-        (
-            {"gpu_memory_utilization": 1e-9},
-            InsufficientMemoryError,
-            r"raise gpu_memory_utilization \(now 1e-09",
-        ),
+        ({"gpu_memory_utilization": 1e-9}, InsufficientMemoryError, r"raise gpu_memory_utilization \(now 1e-09"),
     ],
 )
 def test_bad_settings(settings: dict[str, object], error: type[BulletGraphError], message: str) -> None:
@@ -109,9 +105,7 @@ def test_bad_settings(settings: dict[str, object], error: type[BulletGraphError]
         make_engine(**settings)
 
 
-def test_the_ledger_is_told_and_must_fit_before_anything_is_allocated(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_ledger_is_told_and_must_fit_before_anything_is_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
     told = []
 
     def allocate(*_: object, **__: object) -> None:

@@ -20,13 +20,7 @@ from engines import (
     tokens_of,
 )
 
-from bullet_graph import (
-    ConfigError,
-    Engine,
-    RequestError,
-    RequestOutput,
-    Slo,
-)
+from bullet_graph import ConfigError, Engine, RequestError, RequestOutput, Slo
 from bullet_graph.planner.plan import PolicyName
 
 # ---- the same tokens in every policy ----
@@ -185,11 +179,7 @@ def test_a_policy_cannot_change_under_requests(
 
 @pytest.mark.parametrize(
     ("policy", "message"),
-    [
-        ("split", "needs a decode lane"),
-        ("split:48", "needs a decode lane of 48 SMs"),
-        ("fast", "unknown policy"),
-    ],
+    [("split", "needs a decode lane"), ("split:48", "needs a decode lane of 48 SMs"), ("fast", "unknown policy")],
 )
 def test_a_policy_that_cannot_be_leaves_the_old_one(
     model: Model, expected: list[tuple[int, ...]], policy: str, message: str

@@ -117,12 +117,7 @@ def test_preempted_sequences_have_the_same_tokens(model: Model, num_blocks: int)
 def test_sliding_windows(slides: str, tmp_path: Path) -> None:
     """Layers with a window read what is cached for the others; without others, there is nothing to keep."""
     kinds = ["sliding_attention"] * 2 if slides == "all layers" else ["sliding_attention", "full_attention"]
-    settings = {
-        "sliding_window": 20,
-        "layer_types": kinds,
-        "use_sliding_window": True,
-        "max_window_layers": 0,
-    }
+    settings = {"sliding_window": 20, "layer_types": kinds, "use_sliding_window": True, "max_window_layers": 0}
     network = write_checkpoint(tmp_path, "qwen2", seed=1, tokenizer=False, **settings)
     model = Model(tmp_path, network)
     prompts = [[*SHARED, i, i] for i in range(3)]
@@ -213,17 +208,7 @@ def test_a_model_that_only_slides_is_told_to_have_no_cache(tmp_path: Path) -> No
     slides = {"sliding_window": 20, "layer_types": ["sliding_attention"] * 2}
     write_checkpoint(tmp_path, "qwen2", **slides, use_sliding_window=True, max_window_layers=0)
     told = "prefix caching: off, as every layer of the model has a sliding window"
-    generate = (
-        "generate",
-        "--model",
-        str(tmp_path),
-        "--device",
-        "cpu",
-        "--max-model-len",
-        "64",
-        "--prompt",
-        "A",
-    )
+    generate = ("generate", "--model", str(tmp_path), "--device", "cpu", "--max-model-len", "64", "--prompt", "A")
     for more, count in (((), 1), (("--no-prefix-caching",), 0)):
         result = run(*generate, *more)
         assert (result.exit_code, result.stderr.count(told)) == (0, count), result.output

@@ -4,18 +4,7 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
-from engines import (
-    EASY,
-    GREEDY,
-    LENGTHS,
-    PROMPTS,
-    Launches,
-    Model,
-    fail_launches,
-    make,
-    run_to_end,
-    short_slices,
-)
+from engines import EASY, GREEDY, LENGTHS, PROMPTS, Launches, Model, fail_launches, make, run_to_end, short_slices
 
 from bullet_graph import ConfigError, EngineDeadError, RequestError, Slo
 from bullet_graph.perf.trace import read_trace

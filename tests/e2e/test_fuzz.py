@@ -12,4 +12,4 @@ def test_nothing_gives_way_within_seconds() -> None:
     assert result["problems"] == []
     assert result["answers"]["good 200"] > 0
     assert result["answers"]["body 400"] > 0
-    assert sum(result["files"].values()) > 20
+    assert sum(result["files"].values()) >= 16

@@ -19,13 +19,7 @@ from bullet_graph.models.presets import resolve_model
 
 REPO = "someone/Small-Llama"
 NEEDED = ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"]
-NOT_NEEDED = (
-    "README.md",
-    "pytorch_model.bin",
-    "consolidated.safetensors",
-    "m.gguf",
-    "original/model.safetensors",
-)
+NOT_NEEDED = ("README.md", "pytorch_model.bin", "consolidated.safetensors", "m.gguf", "original/model.safetensors")
 
 
 @pytest.fixture(scope="module")
@@ -54,11 +48,7 @@ def test_only_the_files_needed_are_downloaded_and_once(hub: Hub, folder: Path, m
     with make_engine(folder) as local:
         expected = [tokens_of(output) for output in local.generate(["a", [5, 6]], GREEDY, use_tqdm=False)]
     found = resolve_model(REPO)
-    assert (found.name, found.hub_id, found.folder and found.folder.name) == (
-        "Small-Llama",
-        REPO,
-        commit_of(REPO),
-    )
+    assert (found.name, found.hub_id, found.folder and found.folder.name) == ("Small-Llama", REPO, commit_of(REPO))
     assert hub.downloaded() == NEEDED
     for offline in (False, True):
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", offline)
@@ -82,16 +72,7 @@ def test_a_folder_or_a_preset_comes_before_the_hub(hub: Hub, folder: Path, monke
 def test_results_name_the_model_and_its_commit(hub: Hub, tmp_path: Path) -> None:
     trace = tmp_path / "trace.csv"
     trace.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.0,5,3\n")
-    arguments = (
-        "--device",
-        "cpu",
-        "--trace",
-        str(trace),
-        "--kv-cache-bytes",
-        "4MiB",
-        "--load-format",
-        "dummy",
-    )
+    arguments = ("--device", "cpu", "--trace", str(trace), "--kv-cache-bytes", "4MiB", "--load-format", "dummy")
     result = parsed(run("bench", "throughput", "--model", REPO, "--revision", "main", *arguments, "--json"))
     assert (result["model"], result["engine"]["revision"]) == (REPO, commit_of(REPO))
     assert hub.downloaded() == NEEDED
@@ -100,17 +81,7 @@ def test_results_name_the_model_and_its_commit(hub: Hub, tmp_path: Path) -> None
 def test_the_librarys_settings_hold_in_a_process_of_its_own(hub: Hub, tmp_path: Path) -> None:
     hub.gated[REPO] = "Bearer hf_secret"
     settings = {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home"), "HF_TOKEN": "hf_secret"}
-    program = [
-        sys.executable,
-        "-m",
-        "bullet_graph",
-        "simulate",
-        "--model",
-        REPO,
-        "--gpu",
-        "roofline:h200",
-        "--json",
-    ]
+    program = [sys.executable, "-m", "bullet_graph", "simulate", "--model", REPO, "--gpu", "roofline:h200", "--json"]
     done = subprocess.run(
         [*program, "--trace", "synthetic:conv", "--num-prompts", "3"],
         env=os.environ | settings, capture_output=True, text=True, check=True,

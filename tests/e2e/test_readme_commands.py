@@ -34,10 +34,7 @@ def clone(tmp_path: Path) -> Path:
 def test_the_first_commands_of_the_readme_work_in_a_clone(clone: Path) -> None:
     blocks = re.findall(r"^```\n(.*?)^```", (clone / "README.md").read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
     lines = [line for block in blocks for line in block.splitlines() if re.match("make |source |bullet-graph ", line)]
-    assert lines[:2] == [
-        next(line for line in lines if line.startswith("make demo")),
-        "source .venv/bin/activate",
-    ]
+    assert lines[:2] == [next(line for line in lines if line.startswith("make demo")), "source .venv/bin/activate"]
     script = ["set -e"]
     for line in lines:
         if line.startswith("bullet-graph serve"):

@@ -113,28 +113,16 @@ def test_a_bad_completion(served: Served, body: dict[str, Any], message: str, st
         ({"messages": [*USER, 5]}, "`messages.1`: input should be a valid dictionary, found 5"),
         ({"messages": [*USER, {"content": "x"}]}, "`messages.1.role` is required"),
         ({"messages": [*USER, {"role": "user"}]}, "`messages.1`: `content` is required of role user"),
-        (
-            {"messages": [{"role": "tool", "content": None}]},
-            "`messages.0`: `content` is required of role tool",
-        ),
-        (
-            {"messages": [{"role": "function", "content": "x"}]},
-            "`messages.0.role`: input should be 'system',",
-        ),
+        ({"messages": [{"role": "tool", "content": None}]}, "`messages.0`: `content` is required of role tool"),
+        ({"messages": [{"role": "function", "content": "x"}]}, "`messages.0.role`: input should be 'system',"),
         (
             {"messages": [*USER, {"role": "user", "content": [{"type": "image_url"}]}]},
             '`messages.1.content` must be a text, or a list of {"type": "text", "text": …} (no images, audio or '
             "files); found [{'type': 'image_url'}]",
         ),
-        (
-            {"tool_choice": "any"},
-            '`tool_choice` must be "none", "auto", "required", or {"type": "function", "f',
-        ),
+        ({"tool_choice": "any"}, '`tool_choice` must be "none", "auto", "required", or {"type": "function", "f'),
         ({"stream_options": 5}, "`stream_options`: input should be a valid dictionary, found 5"),
-        (
-            {"structured_outputs": {"json": 5}},
-            "`structured_outputs.json`: input should be a valid string, found 5",
-        ),
+        ({"structured_outputs": {"json": 5}}, "`structured_outputs.json`: input should be a valid string, found 5"),
         ({"chat_template_kwargs": {"messages": []}}, "`chat_template_kwargs` must name variables"),
         ({"stream": True, "prompt_logprobs": 1}, "`stream` has no log-probabilities of the prompt"),
         (
@@ -148,28 +136,13 @@ def test_a_bad_completion(served: Served, body: dict[str, Any], message: str, st
         ),
         ({"messages": [{"role": "user", "content": "x" * 60}]}, "a prompt may have at most 40 tokens"),
         ({"messages": [USER[0] | {"content": ""}] * 41}, "as many messages, found 41 messages"),
-        (
-            {"messages": [USER[0] | {"content": "x" * 300}] * 2},
-            "no text of more than 480 characters fits, found 600",
-        ),
-        (
-            {"response_format": {"type": "yaml"}},
-            "`response_format.type`: input should be 'text', 'json_object'",
-        ),
-        (
-            {"response_format": {"type": "json_schema"}},
-            "structured_outputs must have exactly one of json, regex",
-        ),
-        (
-            {"structured_outputs": {"regex": "a", "choice": ["b"]}},
-            "exactly one of json, regex, choice, grammar",
-        ),
+        ({"messages": [USER[0] | {"content": "x" * 300}] * 2}, "no text of more than 480 characters fits, found 600"),
+        ({"response_format": {"type": "yaml"}}, "`response_format.type`: input should be 'text', 'json_object'"),
+        ({"response_format": {"type": "json_schema"}}, "structured_outputs must have exactly one of json, regex"),
+        ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "exactly one of json, regex, choice, grammar"),
         ({"structured_outputs": {"regex": "a"}, "guided_regex": "b"}, "exclude each other"),
         ({"structured_outputs": {"backend": "x"}}, "`structured_outputs.backend` is no field"),
-        (
-            {"guided_choice": []},
-            "structured_outputs.choice must be a non-empty sequence of non-empty strings",
-        ),
+        ({"guided_choice": []}, "structured_outputs.choice must be a non-empty sequence of non-empty strings"),
         ({"top_logprobs": 2}, "`top_logprobs` needs `logprobs`"),
         ({"logprobs": 2}, "`logprobs`"),
         ({"max_tokens": 3, "max_completion_tokens": 4}, "the old name of"),

@@ -132,11 +132,7 @@ def limited() -> Iterator[Served]:
 @pytest.mark.parametrize(
     ("sent", "status", "message"),
     [
-        (
-            as_http({"prompt": "x" * 99})[:-90],
-            408,
-            "the body must be sent within 0.3 s (--request-timeout), and 23",
-        ),
+        (as_http({"prompt": "x" * 99})[:-90], 408, "the body must be sent within 0.3 s (--request-timeout), and 23"),
         (GET, 408, "headers must come within 0.3 s (--header-timeout)"),
         (GET + b"\r\n" + GET, 200, ""),
         (GET + b"A: b\r\n" * 21, 431, "at most 20 headers (--max-headers)"),
@@ -226,10 +222,7 @@ def test_a_key_lets_any_name_in() -> None:
 
 def test_bodies_together_are_bounded() -> None:
     body = as_http({"prompt": "x" * 9_000})
-    with (
-        serving(max_model_len=64, max_body_bytes=10_000, request_timeout_s=20) as served,
-        ExitStack() as stack,
-    ):
+    with serving(max_model_len=64, max_body_bytes=10_000, request_timeout_s=20) as served, ExitStack() as stack:
         slow = [stack.enter_context(served.connect(body[:-10])) for _ in range(36)]
         refused = set()
         while answered := select.select(slow, [], [], 1.0)[0]:

@@ -208,11 +208,7 @@ def test_texts_and_conversations_as_tokens(model: Model) -> None:
     ("path", "body", "message"),
     [
         ("/tokenize", {}, "`prompt` or `messages` is required, and not both"),
-        (
-            "/tokenize",
-            {"prompt": "x", "messages": [{"role": "user", "content": "x"}]},
-            "`prompt` or `messages`",
-        ),
+        ("/tokenize", {"prompt": "x", "messages": [{"role": "user", "content": "x"}]}, "`prompt` or `messages`"),
         ("/tokenize", {"prompt": "x" * 800}, "no text of more than 756 characters fits"),
         ("/tokenize", {"prompt": "x", "chat_template": "y"}, "`chat_template` is not supported"),
         ("/detokenize", {}, "`tokens` is required"),

@@ -70,8 +70,7 @@ def test_the_page_shows_what_the_server_does(browser: "sync_api.Browser") -> Non
             wait_for(page, "document.querySelector('#sms .decode').getAttribute('points').split(' ').length > 3")
             # A line that has left the bottom of its chart.
             heights = page.eval_on_selector(
-                "#sms .decode",
-                "line => line.getAttribute('points').split(' ').map(p => Number(p.split(',')[1]))",
+                "#sms .decode", "line => line.getAttribute('points').split(' ').map(p => Number(p.split(',')[1]))"
             )
             assert 2 <= min(heights) < 95
             wait_for(page, "document.querySelectorAll('#tpot td')[2].textContent !== '–'")

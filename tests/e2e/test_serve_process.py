@@ -103,9 +103,7 @@ def test_killed_under_load_and_started_again_it_is_as_before(killed: tuple[Proce
     assert httpx.get(f"{server.url}/health").status_code == 200
 
 
-def test_told_to_stop_it_aborts_what_does_not_end_and_exits_in_good_order(
-    killed: tuple[Process, str],
-) -> None:
+def test_told_to_stop_it_aborts_what_does_not_end_and_exits_in_good_order(killed: tuple[Process, str]) -> None:
     server, _ = killed
     load = Load(server.url, 3)
     begin_s = time.monotonic()

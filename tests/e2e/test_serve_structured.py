@@ -27,10 +27,7 @@ class Fish(pydantic.BaseModel):
     lakes: list[Literal["Como", "Garda"]] = pydantic.Field(max_length=2)
 
 
-SCHEMA = {
-    "type": "json_schema",
-    "json_schema": {"name": "fish", "schema": Fish.model_json_schema(), "strict": True},
-}
+SCHEMA = {"type": "json_schema", "json_schema": {"name": "fish", "schema": Fish.model_json_schema(), "strict": True}}
 
 
 @pytest.fixture(scope="module")

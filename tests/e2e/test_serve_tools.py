@@ -74,10 +74,7 @@ TWO_CALLS = {
 }
 PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}}
 TOOLS: list[Any] = [
-    {
-        "type": "function",
-        "function": {"name": "weather", "description": "…", "parameters": PARAMETERS, "strict": True},
-    },
+    {"type": "function", "function": {"name": "weather", "description": "…", "parameters": PARAMETERS, "strict": True}},
     {"type": "function", "function": {"name": "clock"}},
 ]
 SIDES = {
@@ -148,10 +145,7 @@ def test_calls_and_their_results_go_to_and_fro(speaker: Speaker, client: openai.
     assert choice.message.content == (None if form == "llama3_json" else "Let me see.")
     calls = choice.message.tool_calls
     assert calls is not None
-    assert [(call.function.name, call.function.arguments) for call in calls] == [
-        ("weather", WEATHER),
-        ("clock", CLOCK),
-    ]
+    assert [(call.function.name, call.function.arguments) for call in calls] == [("weather", WEATHER), ("clock", CLOCK)]
     assert len({call.id for call in calls}) == 2
     # The client sends its own object back, with all fields that are null.
     message = choice.message.model_dump() | {"tool_calls": [calls[0].model_dump()]}

@@ -107,12 +107,7 @@ def test_other_kinds(tiny: Engine, fields: dict[str, Any], pattern: str) -> None
 
 
 def test_a_structural_tag_leaves_other_text_free(tiny: Engine) -> None:
-    schema = {
-        "type": "object",
-        "properties": {"x": {"enum": [1, 2]}},
-        "required": ["x"],
-        "additionalProperties": False,
-    }
+    schema = {"type": "object", "properties": {"x": {"enum": [1, 2]}}, "required": ["x"], "additionalProperties": False}
     tag = {"triggers": ["e"], "structures": [{"begin": "e=", "schema": schema, "end": ";"}]}
     params = SamplingParams(n=8, seed=1, max_tokens=100, structured_outputs=StructuredOutputs(structural_tag=tag))
     (output,) = tiny.generate([[1, 2, 3]], params, use_tqdm=False)
@@ -255,25 +250,16 @@ REFUSED = [
     ({"json": '{"type": '}, "Expecting value"),
     ({"json": "3"}, "object schema"),
     ({"json": {"type": "integer", "multipleOf": 1000003}}, "multipleOf: the least common multiple"),
-    (
-        {"json": {"allOf": [{"multipleOf": 997}, {"multipleOf": 0.991}]}},
-        "multipleOf: the least common multiple",
-    ),
+    ({"json": {"allOf": [{"multipleOf": 997}, {"multipleOf": 0.991}]}}, "multipleOf: the least common multiple"),
     ({"json": {"allOf": [{"pattern": f"a{i}"} for i in range(40)]}}, "pattern: 40 were found"),
-    (
-        {"json": {"patternProperties": {f"^k{i}$": {} for i in range(999)}}},
-        "patternProperties: 999 were found",
-    ),
+    ({"json": {"patternProperties": {f"^k{i}$": {} for i in range(999)}}}, "patternProperties: 999 were found"),
     ({"json": '{"items":' * 5000 + "true" + "}" * 5000}, "nested too deeply"),
     ({"grammar": 'start: %json {"multipleOf": 1000003}'}, "%json"),
     ({"regex": "[a"}, "unclosed character class"),
     ({"regex": "(a?){300}" * 300}, "structured_outputs.regex"),
     ({"grammar": 'start: "a" | foo'}, "foo"),
     ({"grammar": "root ::= " + "(" * 5000}, "structured_outputs.grammar"),
-    (
-        {"structural_tag": {"triggers": ["<g"], "structures": [{"begin": "<f", "schema": {}, "end": ""}]}},
-        "begin",
-    ),
+    ({"structural_tag": {"triggers": ["<g"], "structures": [{"begin": "<f", "schema": {}, "end": ""}]}}, "begin"),
     ({"structural_tag": "[]"}, "triggers and structures"),
 ]
 

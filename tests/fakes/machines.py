@@ -22,11 +22,7 @@ def asked_for(**settings: Any) -> EngineConfig:
 def complete_machine(**changes: Any) -> Machine:
     """An H200 with everything an engine needs, apart from these changes."""
     sizes = (SizeCheck(None, "0-131", 0.01), SizeCheck(16, "0-15", 0.01), SizeCheck(32, "0-31", 0.01))
-    backends = (
-        BackendCheck("smctrl", 2, sizes),
-        BackendCheck("green", 8, sizes),
-        BackendCheck("none", 132, sizes[:1]),
-    )
+    backends = (BackendCheck("smctrl", 2, sizes), BackendCheck("green", 8, sizes), BackendCheck("none", 132, sizes[:1]))
     provenance = collect_provenance("cpu")
     versions = {**provenance.versions, "triton": "3.6.0", "flashinfer": FLASHINFER_RELEASE}
     machine = Machine(

@@ -44,8 +44,7 @@ def start(libraries: Path, **settings: Any) -> Any:
 def test_the_second_start_compiles_nothing(tmp_path: Path, record_property: Any) -> None:
     store = tmp_path / "store"
     built = run(
-        tmp_path / "first",
-        *("-m", "bullet_graph", "capture", "build", *OPTIONS, "--cache-dir", str(store), "--json"),
+        tmp_path / "first", *("-m", "bullet_graph", "capture", "build", *OPTIONS, "--cache-dir", str(store), "--json")
     )
     record_property("built", built)
     kinds = {part["part"] for part in built["parts"]}

@@ -184,10 +184,7 @@ def adjustments(vocab_size: int, seed: int) -> Adjustments:
     biased, last = rng.choice(vocab_size, 300, replace=False).tolist(), rng.integers(0, vocab_size - 1, 200)
     return Adjustments(
         SamplingParams(
-            logit_bias=dict.fromkeys(biased, 8.0),
-            repetition_penalty=2.0,
-            frequency_penalty=0.5,
-            presence_penalty=0.25,
+            logit_bias=dict.fromkeys(biased, 8.0), repetition_penalty=2.0, frequency_penalty=0.5, presence_penalty=0.25
         ),
         bad_words=tuple((int(token_id),) for token_id in last) + tuple((int(i), int(i)) for i in last + 1),
         prompt_token_ids=rng.integers(0, vocab_size, 5000).astype(np.int32),
@@ -220,9 +217,7 @@ def test_captured_steps_adjust_logits_and_count_without_the_host(setup: Setup) -
 
 
 @torch.inference_mode()
-def test_rows_without_adjustments_do_not_wait_for_them(
-    record_property: Callable[[str, object], None],
-) -> None:
+def test_rows_without_adjustments_do_not_wait_for_them(record_property: Callable[[str, object], None]) -> None:
     """At 64 rows of llama-3.1-8b, whose step takes at least the time to read 16 GB at 4.8 TB/s: 3.3 ms."""
     rows, vocab_size = 64, PRESETS["llama-3.1-8b"].vocab_size
     state = SamplingState(rows, vocab_size, DEVICE)

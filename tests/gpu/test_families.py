@@ -17,12 +17,7 @@ LENGTHS = (1, 5, 17, 100, 255, 600, 33)
 
 SHAPE = {"hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 8, "num_key_value_heads": 2}
 HEADS: dict[Family, dict[str, Any]] = {
-    "gemma3": {
-        "head_dim": 256,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 1,
-        "query_pre_attn_scalar": 256,
-    },
+    "gemma3": {"head_dim": 256, "num_attention_heads": 4, "num_key_value_heads": 1, "query_pre_attn_scalar": 256},
     "granite": {"attention_multiplier": 1 / 64},
     # Heads of 96, as Phi-3-mini has, which are padded to 128.
     "phi3": {"hidden_size": 768, "num_attention_heads": 8, "num_key_value_heads": 8},

@@ -93,11 +93,7 @@ def test_a_lane_that_fails_takes_its_requests_along_and_gives_up_cleanly() -> No
         print("shut down")
     """
     process = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script)],
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
+        [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=200, check=False
     )
     assert "dead:" in process.stdout, process.stderr[-2000:]
     assert "refused" in process.stdout

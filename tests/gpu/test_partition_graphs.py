@@ -78,8 +78,7 @@ def test_capture_of_a_whole_plan(backend: str, record_property: Record) -> None:
 
 
 @pytest.mark.parametrize(
-    ("sms", "message"),
-    [(33, "multiple of 2"), (4, "no whole group"), (132, "from 2 to 130 of the GPU's 132 SMs")],
+    ("sms", "message"), [(33, "multiple of 2"), (4, "no whole group"), (132, "from 2 to 130 of the GPU's 132 SMs")]
 )
 def test_sizes_that_cannot_be_had(sms: int, message: str) -> None:
     with pytest.raises(PartitionError, match=message):

@@ -8,12 +8,7 @@ from forward_rows import make_rows
 
 from bullet_graph.kernels.attention import LayerRows, MixedAttention, ReferenceAttention
 from bullet_graph.kernels.decode_attention import DecodeBatch, TritonDecodeAttention, window_indptr
-from bullet_graph.kernels.flashinfer_attention import (
-    PagedBatch,
-    PrefillAttention,
-    cached_modules,
-    fresh_modules,
-)
+from bullet_graph.kernels.flashinfer_attention import PagedBatch, PrefillAttention, cached_modules, fresh_modules
 from bullet_graph.kernels.gpu import Gpu
 from bullet_graph.kernels.memory import KVCache
 from bullet_graph.kernels.ops import RowInputs
@@ -77,7 +72,7 @@ class Kernels:
                     host_kv_indptr=torch.from_numpy(rows.kv_indptr[: c + 1]),
                     host_kv_lens=torch.from_numpy(rows.kv_lens[:c]),
                     num_rows=int(rows.q_indptr[c]),
-                ),
+                )
             )
         if c < n:
             fresh = self._fresh.plan_ragged(q_indptr[c : n + 1], torch.from_numpy(rows.q_indptr[c : n + 1]))
@@ -98,10 +93,7 @@ class Kernels:
 
 def rows_of(chunks: list[tuple[int, int]], decode: list[int]) -> Rows:
     return make_rows(
-        [(start, tokens, True) for start, tokens in chunks],
-        decode,
-        num_blocks=NUM_BLOCKS,
-        block_tokens=BLOCK_TOKENS,
+        [(start, tokens, True) for start, tokens in chunks], decode, num_blocks=NUM_BLOCKS, block_tokens=BLOCK_TOKENS
     )
 
 

@@ -57,18 +57,11 @@ def test_tokens_after_hits(model: Checkpoint, policy: str, cuda_graphs: bool) ->
     check_against_transformers(list(outputs.values()), model)
 
 
-def test_a_hit_of_4000_tokens_takes_an_eighth_of_the_time(
-    record_property: Callable[[str, object], None],
-) -> None:
+def test_a_hit_of_4000_tokens_takes_an_eighth_of_the_time(record_property: Callable[[str, object], None]) -> None:
     params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
     rng = np.random.default_rng(2)
     with Engine(
-        "llama-3.1-8b",
-        policy="auto",
-        load_format="dummy",
-        max_num_seqs=8,
-        max_model_len=8192,
-        kv_cache_bytes=8 * 2**30,
+        "llama-3.1-8b", policy="auto", load_format="dummy", max_num_seqs=8, max_model_len=8192, kv_cache_bytes=8 * 2**30
     ) as engine:
 
         def ttft_ms(prompt: list[int]) -> float:

@@ -14,8 +14,7 @@ ERROR = 1e-2  # relative, Frobenius
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(
-        not (torch.cuda.is_available() and Gpu.of(DEVICE).is_hopper),
-        reason="the kernel is for compute capability 9.0",
+        not (torch.cuda.is_available() and Gpu.of(DEVICE).is_hopper), reason="the kernel is for compute capability 9.0"
     ),
 ]
 

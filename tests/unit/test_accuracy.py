@@ -36,10 +36,7 @@ def test_errors_by_hand() -> None:
     exact = [point.ms for point in h200_table().held_back.decode[:2]]
     # Measured at half of the prediction and at its double: 100 % too long, 50 % too short.
     held_back = Points(
-        decode=(
-            DecodePoint(96, 1500, None, exact[0] / 2, ()),
-            DecodePoint(16, 600, None, exact[1] * 2, ()),
-        )
+        decode=(DecodePoint(96, 1500, None, exact[0] / 2, ()), DecodePoint(16, 600, None, exact[1] * 2, ()))
     )
     report = report_of(replace(h200_table(), held_back=held_back))
     assert [point.percent for point in report.points] == pytest.approx([100, -50])

@@ -286,12 +286,7 @@ def keys(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def test_a_signature_by_a_trusted_key(
-    source: CaptureStore,
-    entry: Entry,
-    file: Path,
-    target: CaptureStore,
-    tmp_path: Path,
-    keys: dict[str, Path],
+    source: CaptureStore, entry: Entry, file: Path, target: CaptureStore, tmp_path: Path, keys: dict[str, Path]
 ) -> None:
     signed = export(source, entry, tmp_path / "signed.tgz", keys["one"])
     with pytest.raises(CacheError, match="none of the trusted keys"):

@@ -184,11 +184,7 @@ def test_plans_that_are_none(tmp_path: Path) -> None:
 def test_the_order_by_hand() -> None:
     ordered = replace(
         PLAN,
-        decode=(
-            DecodeSizes(None, (1, 2, 4, 6, 16, 24, 64)),
-            DecodeSizes(32, (4, 8, 16)),
-            DecodeSizes(48, (2, 32)),
-        ),
+        decode=(DecodeSizes(None, (1, 2, 4, 6, 16, 24, 64)), DecodeSizes(32, (4, 8, 16)), DecodeSizes(48, (2, 32))),
         piecewise_rows=(16, 32, 128),
     )
     hot = [GraphKey(size) for size in (64, 1, 4, 6, 24)]

@@ -20,15 +20,7 @@ from hypothesis import strategies as st
 
 from bullet_graph.captures import store as store_module
 from bullet_graph.captures.manifest import Manifest, StoredFile, digest, entry_id
-from bullet_graph.captures.store import (
-    FILES_NAME,
-    MANIFEST_NAME,
-    CaptureStore,
-    Entry,
-    Lookup,
-    Pruned,
-    default_root,
-)
+from bullet_graph.captures.store import FILES_NAME, MANIFEST_NAME, CaptureStore, Entry, Lookup, Pruned, default_root
 from bullet_graph.errors import CacheError
 
 BUILDER = """

@@ -148,10 +148,7 @@ def test_a_result_holds_its_command_line(
     arguments = ["bench", "--api-key", "secret", "--api-key=other", "--model", f"{tmp_path}/m"]
     monkeypatch.setattr(sys, "argv", [program, *arguments, "--trace=/home/somebody/t.csv"])
     argv = json.loads(to_json({"figure": 1.5}))["argv"]
-    assert argv == [
-        *shown,
-        *["bench", "--api-key", "***", "--api-key=***", "--model", "m", "--trace=~/t.csv"],
-    ]
+    assert argv == [*shown, *["bench", "--api-key", "***", "--api-key=***", "--model", "m", "--trace=~/t.csv"]]
 
 
 def test_result_file_is_written_whole_or_not_at_all(
@@ -189,9 +186,7 @@ def test_result_file_checks(tmp_path: Path) -> None:
         check_result_file(tmp_path, overwrite=True)
 
 
-def test_streams_that_run_together_are_printed_one_after_the_other(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_streams_that_run_together_are_printed_one_after_the_other(capsys: pytest.CaptureFixture[str]) -> None:
     printer = OrderedPrinter(["first", "second", "third"])
     printer.push(1, "b1 ")
     printer.push(0, "a1 ")

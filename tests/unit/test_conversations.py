@@ -102,9 +102,7 @@ def test_prompts_share_the_tokens_of_their_leading_hash_ids(tmp_path: Path, rows
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=25)
 @given(
     conversations=st.lists(
-        st.lists(st.tuples(st.integers(1, 40), st.integers(1, 40)), min_size=1, max_size=4),
-        min_size=1,
-        max_size=4,
+        st.lists(st.tuples(st.integers(1, 40), st.integers(1, 40)), min_size=1, max_size=4), min_size=1, max_size=4
     ),
     fewer=st.integers(1, 16),
 )
@@ -255,9 +253,7 @@ def test_turns_out_of_order_are_refused() -> None:
 
 
 CONVERSATIONS = st.lists(
-    st.tuples(st.integers(0, 40), st.lists(st.integers(0, 20), min_size=1, max_size=4)),
-    min_size=1,
-    max_size=5,
+    st.tuples(st.integers(0, 40), st.lists(st.integers(0, 20), min_size=1, max_size=4)), min_size=1, max_size=5
 )
 """When each begins, in eighths of a second, and its users' think times; the first of them does not count."""
 

@@ -292,10 +292,7 @@ class _Scripted(Planner):
 
 @pytest.mark.parametrize(("prompt_tokens", "is_whole"), [(64, True), (63, False)])
 def test_a_chunk_cut_short_says_nothing_of_the_prediction(prompt_tokens: int, is_whole: bool) -> None:
-    script = (
-        Plan("mixed", decode=True, chunk_tokens=64, decode_ms=7.0),
-        Plan("mixed", decode=True, decode_ms=3.0),
-    )
+    script = (Plan("mixed", decode=True, chunk_tokens=64, decode_ms=7.0), Plan("mixed", decode=True, decode_ms=3.0))
     planner = _Scripted(*script)
     loop = CoreLoop(planner, executor=CheckedExecutor(max_in_flight=1))
     loop.add(prompt_tokens, 5)

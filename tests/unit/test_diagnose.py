@@ -121,9 +121,7 @@ CASES = {
     "no GPU, but asked for": case(WITHOUT_GPU, ("GPU", RED, "install the NVIDIA driver"), asked=CUDA),
     "torch without CUDA": case(NO_GPU_BUT_DRIVER, ("GPU", YELLOW, "built without CUDA")),
     "torch sees no GPU": case(
-        NO_GPU_BUT_DRIVER | {"torch_cuda": "13.1"},
-        ("GPU", RED, "for CUDA 13.0, but torch, built for 13.1"),
-        asked=CUDA,
+        NO_GPU_BUT_DRIVER | {"torch_cuda": "13.1"}, ("GPU", RED, "for CUDA 13.0, but torch, built for 13.1"), asked=CUDA
     ),
     "the CPU asked for": case(NO_GPU_BUT_DRIVER, ("GPU", GREEN, "not looked at: --device cpu"), asked=CPU),
     "no partitions on the CPU": case(WITHOUT_GPU, asked=asked_for(partition_backend="none")),

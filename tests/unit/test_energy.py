@@ -11,13 +11,7 @@ from types import ModuleType
 
 import pytest
 
-from bullet_graph.perf.energy import (
-    DeviceMonitor,
-    DeviceReport,
-    NvmlProbe,
-    SampleRange,
-    nvml_driver_version,
-)
+from bullet_graph.perf.energy import DeviceMonitor, DeviceReport, NvmlProbe, SampleRange, nvml_driver_version
 
 
 class FakeNvml(ModuleType):
@@ -97,10 +91,7 @@ def test_monitor_samples_in_the_background_until_the_end(nvml: FakeNvml) -> None
 
 def test_a_run_shorter_than_the_interval_is_sampled_once(nvml: FakeNvml) -> None:
     nvml.refused = ("nvmlDeviceGetTotalEnergyConsumption", "nvmlDeviceGetTemperature")
-    with (
-        DeviceMonitor(NvmlProbe.open("ab"), interval_s=60) as monitor,
-        pytest.raises(RuntimeError, match="has ended"),
-    ):
+    with DeviceMonitor(NvmlProbe.open("ab"), interval_s=60) as monitor, pytest.raises(RuntimeError, match="has ended"):
         _ = monitor.report
     report = monitor.report
     assert (report.num_samples, report.energy_joules, report.temperature_c) == (1, None, None)

@@ -80,14 +80,8 @@ def test_the_plan_that_is_named_or_without_one_all_buckets_for_all_partitions(pl
         ({"max_num_seqs": 65}, "made for max_num_seqs=64, but the engine has max_num_seqs=65"),
         ({"dtype": "float16"}, "made for dtype=bfloat16, but the engine has dtype=float16"),
         ({"num_sms": 108}, "made for num_sms=132, but the engine has num_sms=108"),
-        (
-            {"max_num_batched_tokens": 63},
-            "128 rows in piecewise_rows, but the longest of this engine has 127",
-        ),
-        (
-            {"policy": Policy.parse("split:48")},
-            "no decode lane of 48 SMs, which the policy split:48 needs, but 32",
-        ),
+        ({"max_num_batched_tokens": 63}, "128 rows in piecewise_rows, but the longest of this engine has 127"),
+        ({"policy": Policy.parse("split:48")}, "no decode lane of 48 SMs, which the policy split:48 needs, but 32"),
     ],
 )
 def test_a_plan_for_another_engine_is_refused(plan_file: str, change: dict[str, Any], message: str) -> None:
@@ -183,9 +177,7 @@ def test_a_forced_split_mixes_while_no_graph_holds_the_batch() -> None:
     policy=st.sampled_from(["split", "split:48", "auto"]),
     limits=st.fixed_dictionaries({sms: st.integers(1, 8) for sms in MODEL.decode_sms}),
     gaps=st.lists(
-        st.tuples(st.sampled_from([0.0, 0.002, 0.03]), st.integers(1, 900), st.integers(1, 60)),
-        min_size=1,
-        max_size=12,
+        st.tuples(st.sampled_from([0.0, 0.002, 0.03]), st.integers(1, 900), st.integers(1, 60)), min_size=1, max_size=12
     ),
     depth=st.integers(1, 2),
 )

@@ -31,11 +31,7 @@ def test_a_sustained_run_has_two_minutes_and_three_hundred_requests() -> None:
 # ---- what runs tell ----
 
 
-@given(
-    lowest=st.floats(1, 10),
-    gaps=st.lists(st.floats(0.1, 5), min_size=1, max_size=8),
-    slope=st.floats(0.01, 0.05),
-)
+@given(lowest=st.floats(1, 10), gaps=st.lists(st.floats(0.1, 5), min_size=1, max_size=8), slope=st.floats(0.01, 0.05))
 def test_of_shares_that_fall_linearly_it_is_the_crossing(lowest: float, gaps: list[float], slope: float) -> None:
     rates = [lowest + sum(gaps[:count]) for count in range(len(gaps) + 1)]
     runs = [RateRun(rate, 1 - slope * (rate - lowest), stable=True) for rate in rates]
@@ -86,13 +82,7 @@ def test_goodputs_in_json() -> None:
     at_rate = {"request_rate": 5, "slo_attainment": 0.95, "stable": True, "sustained": True}
     too_fast = {"request_rate": 6, "slo_attainment": 0.95, "stable": False, "sustained": False}
     at_once = dict.fromkeys(at_rate)
-    fields = {
-        "goodput_90": 5,
-        "goodput_90_below": 6,
-        "goodput_99": None,
-        "goodput_99_below": 5,
-        "sustained": False,
-    }
+    fields = {"goodput_90": 5, "goodput_90_below": 6, "goodput_99": None, "goodput_99_below": 5, "sustained": False}
     assert goodput_fields([at_rate, too_fast, at_once]) == fields
     assert set(goodput_fields([at_once]).values()) == {None, False}
 
@@ -139,10 +129,7 @@ def test_both_goodputs_of_a_falling_curve_are_found(
 
 
 @given(
-    shares=st.lists(st.floats(0, 1), min_size=30, max_size=30),
-    first_rate=RATES,
-    step=STEPS,
-    most=st.integers(1, 30),
+    shares=st.lists(st.floats(0, 1), min_size=30, max_size=30), first_rate=RATES, step=STEPS, most=st.integers(1, 30)
 )
 def test_noise_never_loops(shares: list[float], first_rate: float, step: float, most: int) -> None:
     remaining = iter(shares)

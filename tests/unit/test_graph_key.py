@@ -4,13 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bullet_graph.graphs.key import (
-    batch_size_buckets,
-    bucket_for,
-    launch_bound_rows,
-    row_buckets,
-    worthwhile_buckets,
-)
+from bullet_graph.graphs.key import batch_size_buckets, bucket_for, launch_bound_rows, row_buckets, worthwhile_buckets
 from bullet_graph.models.presets import PRESETS
 
 MAX = st.integers(1, 2000)
@@ -78,10 +72,7 @@ def test_the_largest_bucket_follows_the_model() -> None:
         (3, (1, 2, 3)),
         (8, (1, 2, 4, 8)),
         (65, (1, 2, 4, *range(8, 65, 8), 65)),
-        (
-            700,
-            (1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, 512, 32), *range(512, 641, 64), 700),
-        ),
+        (700, (1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, 512, 32), *range(512, 641, 64), 700)),
     ],
 )
 def test_buckets_by_hand(max_batch_size: int, buckets: tuple[int, ...]) -> None:

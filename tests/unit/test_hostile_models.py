@@ -161,10 +161,7 @@ JSON = st.recursive(
 )
 
 
-@settings(
-    max_examples=150,
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-)
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(data=st.data())
 def test_any_change_of_a_config_is_a_model_or_a_model_error(folder: Path, written: Path, data: Any) -> None:
     fields = json.loads((written / "config.json").read_bytes())

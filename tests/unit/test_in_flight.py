@@ -9,15 +9,7 @@ from core_loop import MODEL, CoreLoop
 from bullet_graph.config import EngineConfig
 from bullet_graph.engine.in_flight import InFlight, LaneSms, Launch, stalled_launches
 from bullet_graph.engine.sequence import ScheduledStep, Sequence
-from bullet_graph.partition.masks import (
-    LANES,
-    SMS_PER_TPC,
-    WHOLE_GPU,
-    Lane,
-    SmPartition,
-    lane_masks,
-    partition_of,
-)
+from bullet_graph.partition.masks import LANES, SMS_PER_TPC, WHOLE_GPU, Lane, SmPartition, lane_masks, partition_of
 from bullet_graph.runtime.step import Placement, Step
 from bullet_graph.sampling_params import SamplingParams
 from bullet_graph.slo import NO_TARGETS, Slo
@@ -210,8 +202,7 @@ def test_both_lanes_are_named_with_graph_and_mask(loop: CoreLoop, lane_sms: Lane
         "finished after "
     )
     assert re.search(
-        r"a forward of \d+ prompt tokens \(1 prompts\) and 0 decode rows, layers 0 to \d+ on",
-        by_lane["prefill"],
+        r"a forward of \d+ prompt tokens \(1 prompts\) and 0 decode rows, layers 0 to \d+ on", by_lane["prefill"]
     )
     prefill_sms = MODEL.num_sms - 48
     assert f" on {prefill_sms} SMs (TPC mask {((1 << prefill_sms // 2) - 1) << 24:#x}, SMs 48-" in by_lane["prefill"]

@@ -213,11 +213,7 @@ def with_fewer_layers(folder: Path) -> None:
 Case = tuple[int, Callable[[Path], object], str]
 
 BROKEN: dict[str, Case] = {
-    "tensor missing": (
-        1,
-        partial(edited, drop=UP),
-        rf"model\.safetensors: tensors {UP} are required .*missing",
-    ),
+    "tensor missing": (1, partial(edited, drop=UP), rf"model\.safetensors: tensors {UP} are required .*missing"),
     "all missing": (1, lambda folder: save_file({}, folder / FILE), r"embed_tokens\.weight, .* and 18 more"),
     "no lm_head, untied": (1, partial(edited, drop=HEAD), rf"{HEAD} .*does not tie the embeddings"),
     "unexpected tensor": (
@@ -230,11 +226,7 @@ BROKEN: dict[str, Case] = {
         with_fewer_layers,
         r"model\.layers\.1\..* and 6 more are present but not called",
     ),
-    "no file": (
-        1,
-        lambda folder: (folder / FILE).unlink(),
-        r"model\.safetensors or .*index\.json; found neither:",
-    ),
+    "no file": (1, lambda folder: (folder / FILE).unlink(), r"model\.safetensors or .*index\.json; found neither:"),
     "other files": (
         1,
         lambda folder: (folder / FILE).rename(folder / "pytorch_model.bin"),

@@ -14,15 +14,7 @@ from bullet_graph.kernels.memory import KVCache
 from bullet_graph.models.config import ModelConfig
 from bullet_graph.models.presets import PRESETS
 from bullet_graph.perf.roofline import kv_cache_bytes_per_token
-from bullet_graph.runtime.memory import (
-    GIB,
-    MIB,
-    DeviceMemory,
-    MemoryLedger,
-    format_bytes,
-    held_tokens,
-    plan_memory,
-)
+from bullet_graph.runtime.memory import GIB, MIB, DeviceMemory, MemoryLedger, format_bytes, held_tokens, plan_memory
 
 TINY, LLAMA = PRESETS["tiny"], PRESETS["llama-3.1-8b"]
 H200 = DeviceMemory(total_bytes=140 * GIB, free_bytes=139 * GIB)

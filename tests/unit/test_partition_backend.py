@@ -64,8 +64,7 @@ def test_lanes_have_the_whole_gpu_afterwards(gpu: FakeDriver, masks: MaskBackend
 
 @pytest.mark.parametrize("lane", LANES)
 @pytest.mark.parametrize(
-    ("outside", "missing"),
-    [({130}, set()), (set(), {4}), ({126, 127, 128}, {0, 1}), (set(range(16, 132)), set())],
+    ("outside", "missing"), [({130}, set()), (set(), {4}), ({126, 127, 128}, {0, 1}), (set(range(16, 132)), set())]
 )
 def test_a_wrong_mask(masks: MaskBackend, probe: SmidProbe, lane: Lane, outside: set[int], missing: set[int]) -> None:
     partition = PARTITION if lane == "decode" else SmPartition(58, 8)
@@ -84,10 +83,7 @@ def test_a_wrong_mask(masks: MaskBackend, probe: SmidProbe, lane: Lane, outside:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (
-            {"graphs_ignore_masks": True},
-            "decode lane .* a graph launched on an unmasked stream ran on SMs 0-131",
-        ),
+        ({"graphs_ignore_masks": True}, "decode lane .* a graph launched on an unmasked stream ran on SMs 0-131"),
         ({"busy_sms": frozenset({77})}, r"prefill lane .*missing: 77\): leave the GPU to this process"),
         ({"serial": True}, "had to run at the same time"),
     ],
@@ -142,8 +138,7 @@ def test_green_lanes(gpu: FakeDriver, green: GreenBackend) -> None:
 
 
 @pytest.mark.parametrize(
-    "partition",
-    [*SPLITS, WHOLE_GPU, *(SmPartition(*of) for of in ((66, None), (16, None), (8, 50), (32, 50)))],
+    "partition", [*SPLITS, WHOLE_GPU, *(SmPartition(*of) for of in ((66, None), (16, None), (8, 50), (32, 50)))]
 )
 def test_green_partitions_verify(green: GreenBackend, probe: SmidProbe, partition: SmPartition) -> None:
     verified = verify(green, partition, probe)
@@ -207,10 +202,7 @@ def test_a_driver_without_green_contexts(gpu: FakeDriver) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    [
-        *("cuDevSmResourceSplitByCount", "cuDevResourceGenerateDesc"),
-        *("cuGreenCtxCreate", "cuGreenCtxStreamCreate"),
-    ],
+    [*("cuDevSmResourceSplitByCount", "cuDevResourceGenerateDesc"), *("cuGreenCtxCreate", "cuGreenCtxStreamCreate")],
 )
 def test_a_green_call_that_fails(gpu: FakeDriver, green: GreenBackend, probe: SmidProbe, name: str) -> None:
     gpu.fail = {name: CUresult.CUDA_ERROR_INVALID_VALUE}

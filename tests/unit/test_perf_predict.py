@@ -27,10 +27,7 @@ SPARSE = replace(
     points=Points(
         decode=(DecodePoint(64, 1000, None, 7.3, ()), DecodePoint(64, 1000, 32, 13.7, ())),
         prefill=(PrefillPoint(2048, 0, None, 48.6, ()), PrefillPoint(2048, 0, 100, 65.0, ())),
-        split=(
-            SplitPoint(32, 64, 1000, 2048, 17.9, 79.0, (), ()),
-            SplitPoint(64, 64, 1000, 2048, 11.5, 101.8, (), ()),
-        ),
+        split=(SplitPoint(32, 64, 1000, 2048, 17.9, 79.0, (), ()), SplitPoint(64, 64, 1000, 2048, 11.5, 101.8, (), ())),
     ),
 )
 
@@ -118,9 +115,7 @@ def test_without_mixed_points_the_parts_are_added_up_and_flagged() -> None:
         lambda m: m.split(72, 64, 64_000, 2048, PAIRS),
     ],
 )
-def test_what_lies_outside_the_measured_range_is_flagged(
-    predict: Callable[[PerformanceModel], object],
-) -> None:
+def test_what_lies_outside_the_measured_range_is_flagged(predict: Callable[[PerformanceModel], object]) -> None:
     predicted = predict(MODEL)
     assert not predicted.measured  # type: ignore[attr-defined]
 

@@ -264,10 +264,7 @@ loads = st.builds(
     lambda decode, prompts, chunk: Load(50.0, decode, tuple(prompts), sum(p.tokens_left for p in prompts), chunk),
     decodes,
     st.lists(st.builds(PromptLoad, st.integers(1, 9000), st.integers(0, 9000), deadlines), max_size=5),
-    st.one_of(
-        st.none(),
-        st.builds(chunk_of, st.integers(1, 4096), st.integers(1, LAYERS), deadlines),
-    ),
+    st.one_of(st.none(), st.builds(chunk_of, st.integers(1, 4096), st.integers(1, LAYERS), deadlines)),
 )
 
 

@@ -46,12 +46,7 @@ class Loop(SimulatedEngine):
     every_s=st.floats(0.0, 0.3),
 )
 def test_both_phases_go_on_under_any_targets(
-    policy: str,
-    tpot: float | None,
-    ttft: float | None,
-    prompts: list[int],
-    num_running: int,
-    every_s: float,
+    policy: str, tpot: float | None, ttft: float | None, prompts: list[int], num_running: int, every_s: float
 ) -> None:
     """Every prompt is prefilled in bounded time beside sequences that never end, and these get their tokens."""
     slo = Slo(ttft_ms=ttft, tpot_ms=tpot)

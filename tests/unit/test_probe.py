@@ -95,8 +95,7 @@ def test_a_context_that_is_current(gpu: FakeDriver, probe: SmidProbe) -> None:
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["cuDeviceGet", "cuDevicePrimaryCtxRetain", "cuLibraryLoadData", "cuLibraryGetKernel", "cuMemAlloc"],
+    "name", ["cuDeviceGet", "cuDevicePrimaryCtxRetain", "cuLibraryLoadData", "cuLibraryGetKernel", "cuMemAlloc"]
 )
 def test_a_call_that_fails_when_the_probe_is_made(gpu: FakeDriver, name: str) -> None:
     gpu.fail = {name: CUresult.CUDA_ERROR_INVALID_VALUE}

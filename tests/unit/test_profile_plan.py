@@ -32,19 +32,9 @@ MODEL = Roofline(H200_SPEC, LLAMA_8B)
 
 
 def plan(
-    *,
-    decode_sms: tuple[int, ...] = DECODE_SMS,
-    limits: ProfileLimits = H200,
-    budget_s: float = 480.0,
-    seed: int = 0,
+    *, decode_sms: tuple[int, ...] = DECODE_SMS, limits: ProfileLimits = H200, budget_s: float = 480.0, seed: int = 0
 ) -> ProfilePlan:
-    return plan_profile(
-        model=MODEL,
-        decode_sms=decode_sms,
-        limits=limits,
-        time_budget_s=budget_s,
-        seed=seed,
-    )
+    return plan_profile(model=MODEL, decode_sms=decode_sms, limits=limits, time_budget_s=budget_s, seed=seed)
 
 
 limits_strategy = st.builds(

@@ -11,10 +11,7 @@ import pytest
 from bullet_graph.cli.main import main
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = [
-    ROOT / "README.md",
-    *(p for room in ("bullet_graph", "bench", "capture") for p in (ROOT / room).rglob("*.md")),
-]
+PAGES = [ROOT / "README.md", *(p for room in ("bullet_graph", "bench", "capture") for p in (ROOT / room).rglob("*.md"))]
 NAME = "bullet-graph"
 CONTEXT = click.Context(main)
 

@@ -154,17 +154,11 @@ def test_targets_reach_engine_and_result() -> None:
     first, second = replay(engine, requests).served
     assert [added[3] for added in engine.added] == [slo, NO_TARGETS]
     assert (first.input_tokens, first.output_tokens, first.slo, first.meets_slo) == (1, 7, slo, False)
-    assert (second.input_tokens, second.output_tokens, second.slo, second.meets_slo) == (
-        3,
-        2,
-        NO_TARGETS,
-        True,
-    )
+    assert (second.input_tokens, second.output_tokens, second.slo, second.meets_slo) == (3, 2, NO_TARGETS, True)
 
 
 @pytest.mark.parametrize(
-    ("arrivals", "limit", "message"),
-    [((0, 1), 0, "max_concurrency must be at least 1"), ((1, 0), None, "in order")],
+    ("arrivals", "limit", "message"), [((0, 1), 0, "max_concurrency must be at least 1"), ((1, 0), None, "in order")]
 )
 def test_a_replay_that_could_not_end_well_is_refused(
     arrivals: tuple[float, ...], limit: int | None, message: str

@@ -64,13 +64,7 @@ def results(tmp_path: Path) -> Path:
     ]
     (folder / "bare.json").write_text(json.dumps({"rows": rows, "provenance": PROVENANCE}))
     phases: Any = [{"name": name, "start_s": 0.0, "end_s": 1.5} for name in ("imports", "kernels")]
-    run = {
-        "startup_s": 6.47,
-        "first_token_s": 6.5,
-        "phases": phases,
-        "capture": None,
-        "num_missing_graphs": 0,
-    }
+    run = {"startup_s": 6.47, "first_token_s": 6.5, "phases": phases, "capture": None, "num_missing_graphs": 0}
     run |= {"compiles": {}, "cache_use": {}}
     phases = {"cached_runs": [run], "avg_cached_startup_time": 6.47}
     start = {"model": "llama-3.1-8b", "argv": ["bullet-graph", "bench", "startup"], "provenance": PROVENANCE}

@@ -29,14 +29,7 @@ from bullet_graph.perf.roofline import (
 
 SMALL = PRESETS["qwen3-0.6b"]
 COUNTED = replace(
-    LLAMA_8B,
-    vocab_size=100,
-    hidden_size=8,
-    intermediate_size=20,
-    num_layers=3,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=5,
+    LLAMA_8B, vocab_size=100, hidden_size=8, intermediate_size=20, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=5
 )
 """Small enough to count by hand."""
 

@@ -96,12 +96,7 @@ def test_blocks_given_back_move_only_what_is_attended_to() -> None:
     shorter = make_batches([(5, 7, True)], [9], blocks=blocks, block_tokens=4)
     longer = make_batches([(5 + 8, 7, True)], [9 + 20], blocks=blocks, block_tokens=4)
     moved = [
-        replace(
-            at,
-            kv_starts=np.array([skipped], dtype=np.int32),
-            kv_indptr=of.kv_indptr,
-            kv_indices=of.kv_indices,
-        )
+        replace(at, kv_starts=np.array([skipped], dtype=np.int32), kv_indptr=of.kv_indptr, kv_indices=of.kv_indices)
         for at, of, skipped in zip(longer, shorter, (8, 20), strict=True)
     ]
     found, expected = lay_out(*moved, 4), lay_out(*shorter, 4)

@@ -46,10 +46,7 @@ BAD = [
     ("repetition_penalty", (0, -1, math.nan, math.inf, None, "1")),
     ("frequency_penalty", (-2.1, 3, math.nan, None)),
     ("presence_penalty", (2.1, True, "1")),
-    (
-        "logit_bias",
-        ({5: 101}, {-1: 0}, {"5": 1}, {5: math.nan}, {5: None}, dict.fromkeys(range(1024), 1), 5, "x"),
-    ),
+    ("logit_bias", ({5: 101}, {-1: 0}, {"5": 1}, {5: math.nan}, {5: None}, dict.fromkeys(range(1024), 1), 5, "x")),
     ("bad_words", ("", "abc", [""], [1], None)),
     ("n", (0, -1, 1.5, None, True)),
 ]

@@ -219,8 +219,7 @@ def test_a_preempted_sequence_goes_before_those_that_never_ran() -> None:
 
 
 @pytest.mark.parametrize(
-    ("chunk_tokens", "first_prompt", "second_prompt", "second_decodes"),
-    [(1000, 20, 11, True), (2, 13, 20, False)],
+    ("chunk_tokens", "first_prompt", "second_prompt", "second_decodes"), [(1000, 20, 11, True), (2, 13, 20, False)]
 )
 def test_a_victim_with_steps_in_flight_is_held_until_it_can_go(
     chunk_tokens: int, first_prompt: int, second_prompt: int, second_decodes: bool

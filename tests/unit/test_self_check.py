@@ -113,12 +113,7 @@ def test_sizes(sizes: tuple[int, ...], sample: bool, compared: list[int]) -> Non
     [(40, 513, 8, 6, 16), (400, 4096, 200, 9, 40), (3, 512, 1, 3, 0)],
 )
 def test_forwards_of_each_kind_are_run(
-    monkeypatch: pytest.MonkeyPatch,
-    num_blocks: int,
-    max_rows: int,
-    max_num_seqs: int,
-    prompts: int,
-    mixed: int,
+    monkeypatch: pytest.MonkeyPatch, num_blocks: int, max_rows: int, max_num_seqs: int, prompts: int, mixed: int
 ) -> None:
     launched: list[tuple[Step, Placement]] = []
     launch = CpuExecutor.launch
@@ -129,13 +124,7 @@ def test_forwards_of_each_kind_are_run(
 
     monkeypatch.setattr(CpuExecutor, "launch", noted)
     executor = CpuExecutor(tiny_decoder(num_blocks=num_blocks), max_num_seqs=max_num_seqs)
-    exercise(
-        executor,
-        max_rows=max_rows,
-        max_num_seqs=max_num_seqs,
-        max_model_len=4096,
-        num_kv_blocks=num_blocks,
-    )
+    exercise(executor, max_rows=max_rows, max_num_seqs=max_num_seqs, max_model_len=4096, num_kv_blocks=num_blocks)
     alone = {(len(s.prefill.token_ids), p.lane) for s, p in launched if s.prefill and not s.decode}
     assert len(alone) == 2 * prompts, "each length on each lane"
     assert sum(step.prefill is not None and step.decode is not None for step, _ in launched) == mixed

@@ -148,13 +148,7 @@ def test_vllms_fields_at_their_defaults_ask_for_nothing(
 
 
 def test_messages_may_carry_what_servers_have_added_to_them() -> None:
-    extras = {
-        "refusal": None,
-        "annotations": [],
-        "audio": {"id": "a"},
-        "function_call": None,
-        "reasoning_content": "…",
-    }
+    extras = {"refusal": None, "annotations": [], "audio": {"id": "a"}, "function_call": None, "reasoning_content": "…"}
     answer = {"role": "assistant", "content": "Yes.", "provider_specific_fields": {"x": 1}, **extras}
     part = {"type": "text", "text": "Well?", "cache_control": {"type": "ephemeral"}}
     asked = {"role": "user", "content": [part], "name": None}

@@ -68,11 +68,7 @@ def executor(*, host_overhead_ms: float = 0.0) -> SimulatedExecutor:
 
 
 def on(
-    lane: Lane,
-    partition: SmPartition = WHOLE_GPU,
-    *,
-    layers: tuple[int, int] | None = None,
-    turns: bool = False,
+    lane: Lane, partition: SmPartition = WHOLE_GPU, *, layers: tuple[int, int] | None = None, turns: bool = False
 ) -> Placement:
     first, last = layers or (0, NUM_LAYERS)
     return Placement(lane, partition, first, None if last == NUM_LAYERS else last, turns)
@@ -204,10 +200,7 @@ def test_waiting_for_any() -> None:
 def test_the_first_of_the_list_wins_a_tie() -> None:
     for winner in (0, 1):
         device = executor()
-        tickets = [
-            device.launch(prefill_step(10), on("prefill")),
-            device.launch(decode_step(1), on("decode")),
-        ]
+        tickets = [device.launch(prefill_step(10), on("prefill")), device.launch(decode_step(1), on("decode"))]
         tickets = tickets[winner:] + tickets[:winner]
         assert device.wait_any(tickets, None) == tickets[0]
         assert all(is_done(device, ticket) for ticket in tickets)

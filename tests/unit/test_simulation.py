@@ -97,11 +97,7 @@ def test_the_longest_output_first_ends_sooner(policy: str) -> None:
 
     def outcome(order: PromptOrder) -> Simulation:
         return run(
-            lengths,
-            [0.0] * len(lengths),
-            policy=Policy.parse(policy),
-            kv_cache_tokens=300_000,
-            prompt_order=order,
+            lengths, [0.0] * len(lengths), policy=Policy.parse(policy), kv_cache_tokens=300_000, prompt_order=order
         )
 
     arrival, longest = outcome("arrival"), outcome("longest-output")

@@ -152,12 +152,7 @@ class TestOrderPrompts:
         assert order_prompts(prompts, 0.0, 1.0) == [1, 3, 0, 2]
 
     def test_the_longest_is_given_up_and_the_late_go_behind_those_on_time(self) -> None:
-        prompts = [
-            prompt(600, 0.2, 1.0),
-            prompt(100, 0.3, 1.0),
-            prompt(200, 0.4, 0.9),
-            prompt(50, 0.1, 0.2),
-        ]
+        prompts = [prompt(600, 0.2, 1.0), prompt(100, 0.3, 1.0), prompt(200, 0.4, 0.9), prompt(50, 0.1, 0.2)]
         # At 1 ms a token from 0.55 s on: the first would be done at 1.15 s, and the others then not by 1.3 s. The
         # deadline of the last one has passed: its second one is far away.
         assert order_prompts(prompts, 0.55, 1.0) == [1, 2, 3, 0]

@@ -23,19 +23,7 @@ def test_targets_are_read_as_written(texts: list[str], slo: Slo) -> None:
 
 
 @pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        "ttft",
-        "ttft:",
-        "ttft:-1",
-        "ttft:x",
-        "ttft:500s",
-        "ttft:1/token",
-        "TTFT:1",
-        "itl:5",
-        "tpot:1ms/token",
-    ],
+    "text", ["", "ttft", "ttft:", "ttft:-1", "ttft:x", "ttft:500s", "ttft:1/token", "TTFT:1", "itl:5", "tpot:1ms/token"]
 )
 def test_other_texts_are_refused_with_the_forms_allowed(text: str) -> None:
     with pytest.raises(ConfigError, match="ttft:500, ttft:500ms"):

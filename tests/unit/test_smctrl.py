@@ -81,10 +81,7 @@ def test_wrong_arguments(
 
 
 def test_enabled_is_one_word(libcuda: FakeLibcuda) -> None:
-    with (
-        registered(libcuda) as stream,
-        pytest.raises(ValueError, match="enabled must fit 32 bits, got 4294967296"),
-    ):
+    with registered(libcuda) as stream, pytest.raises(ValueError, match="enabled must fit 32 bits, got 4294967296"):
         _smctrl.set_mask(stream, 0x51C, 0, 0, 2**32)
 
 

@@ -143,10 +143,7 @@ def test_streams_that_share_a_mask_are_refused(
     gpu: FakeDriver, probe: SmidProbe, libcuda: FakeLibcuda, opened: Open
 ) -> None:
     gpu.shared = libcuda.stream()
-    with (
-        closing(opened()) as backend,
-        pytest.raises(PartitionError, match=r"the decode lane .* must run on exactly"),
-    ):
+    with closing(opened()) as backend, pytest.raises(PartitionError, match=r"the decode lane .* must run on exactly"):
         verify(backend, PARTITION, probe)
     # Left as found, and given back.
     probe.close()

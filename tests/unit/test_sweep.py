@@ -57,13 +57,7 @@ def test_the_file_as_others_read_it(path: Path) -> None:
     sweep.add_run(MIXED, run_at(8, 0.5))
     sweep.add_run(AUTO, run_at(16, 0.2, stable=False, sustained=False))
     task = {"workload": "azure:conv", "num_prompts": 20, "slo": "ttft:500ms"}
-    auto = {
-        "goodput_90": 8,
-        "goodput_90_below": 16,
-        "goodput_99": 8,
-        "goodput_99_below": 16,
-        "sustained": False,
-    }
+    auto = {"goodput_90": 8, "goodput_90_below": 16, "goodput_99": 8, "goodput_99_below": 16, "sustained": False}
     auto |= {"runs": [run_at(8), run_at(16, 0.2, stable=False, sustained=False)]}
     mixed = {"goodput_90": None, "goodput_90_below": 8, "goodput_99": None, "goodput_99_below": 8}
     mixed |= {"sustained": True, "runs": [run_at(8, 0.5)]}
@@ -75,10 +69,7 @@ def test_the_file_as_others_read_it(path: Path) -> None:
         "settings": SETTINGS | {"policies": ["auto", "mixed"]},
         "provenance": PROVENANCE,
         "continued": [],
-        "cells": [
-            {"system": "bullet_graph auto", **task, **auto},
-            {"system": "bullet_graph mixed", **task, **mixed},
-        ],
+        "cells": [{"system": "bullet_graph auto", **task, **auto}, {"system": "bullet_graph mixed", **task, **mixed}],
     }
     sweep.finish()
     finished = json.loads(path.read_text())
@@ -249,10 +240,7 @@ def test_a_run_at_a_rate_is_sustained_or_says_that_it_is_not(rate: float, needed
         at_rate(short, given, rate, smoke=False)
     run, arrivals = at_rate(short, given, rate, smoke=True)
     assert (len(run.requests), arrivals.uncounted_s) == (needed - 1, 0), "in a short run, all requests count"
-    assert at_rate(short, given, FASTEST_RATE, smoke=False) == (
-        short,
-        Arrivals(request_rate=math.inf, seed=3),
-    )
+    assert at_rate(short, given, FASTEST_RATE, smoke=False) == (short, Arrivals(request_rate=math.inf, seed=3))
 
 
 def test_a_trace_is_served_at_rates_for_which_it_suffices() -> None:

@@ -34,12 +34,7 @@ def ranks(values: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
 @pytest.mark.parametrize(("num_requests", "tolerance"), [(5000, 0.06), (50_000, 0.03)])
 @pytest.mark.parametrize(
     ("name", "column", "figures"),
-    [
-        ("conv", 0, CONV_PROMPT),
-        ("conv", 1, CONV_OUTPUT),
-        ("code", 0, CODE_PROMPT),
-        ("code", 1, CODE_OUTPUT),
-    ],
+    [("conv", 0, CONV_PROMPT), ("conv", 1, CONV_OUTPUT), ("code", 0, CODE_PROMPT), ("code", 1, CODE_OUTPUT)],
 )
 def test_lengths_follow_the_trace(
     name: str, column: int, figures: tuple[float, ...], num_requests: int, tolerance: float
@@ -88,11 +83,7 @@ def test_chat(seed: int) -> None:
     thoughts = np.array([request.follows.think_s for request in requests if request.follows is not None])
     answers = np.array([request.output_tokens for request in requests])
     messages = np.array([r.prompt_tokens - (r.follows.num_tokens if r.follows else r.prefix_tokens) for r in requests])
-    for values, median, mean, most in (
-        (thoughts, 7, 10, 120),
-        (answers, 150, 250, 2000),
-        (messages, 40, 80, 4000),
-    ):
+    for values, median, mean, most in ((thoughts, 7, 10, 120), (answers, 150, 250, 2000), (messages, 40, 80, 4000)):
         assert np.median(values) == pytest.approx(median, rel=0.05)
         assert values.mean() == pytest.approx(mean, rel=0.1)
         assert 0 < values.min() < values.max() <= most

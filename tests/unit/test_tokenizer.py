@@ -254,10 +254,7 @@ def test_template_file_comes_before_tokenizer_config(tmp_path: Path, folder: Pat
 
 
 def test_named_templates(tmp_path: Path) -> None:
-    named = [
-        {"name": "tool_use", "template": "tool"},
-        {"name": "default", "template": "{{ bos_token }}plain"},
-    ]
+    named = [{"name": "tool_use", "template": "tool"}, {"name": "default", "template": "{{ bos_token }}plain"}]
     write_config(tmp_path, chat_template=named, bos_token={"content": "<s>", "special": True})
     assert read(tmp_path).apply_chat_template(MESSAGES) == "<s>plain"
 

@@ -9,15 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bullet_graph import SamplingParamsError
-from bullet_graph.serve.tools import (
-    FORCED,
-    FORMATS,
-    ToolCallParser,
-    ToolFormat,
-    forced_calls,
-    format_of,
-    tool_calls,
-)
+from bullet_graph.serve.tools import FORCED, FORMATS, ToolCallParser, ToolFormat, forced_calls, format_of, tool_calls
 
 Parsed = tuple[str, list[tuple[str, str]]]
 
@@ -124,12 +116,7 @@ def test_calls_come_out_as_they_went_in(
     words: str, calls: list[tuple[str, dict[str, Any]]], most_calls: int | None
 ) -> None:
     expected = calls[:most_calls]
-    for form, key in (
-        (HERMES, "arguments"),
-        (LLAMA, "parameters"),
-        (MISTRAL, "arguments"),
-        (FORCED, "parameters"),
-    ):
+    for form, key in ((HERMES, "arguments"), (LLAMA, "parameters"), (MISTRAL, "arguments"), (FORCED, "parameters")):
         texts = [json.dumps({"name": name, key: arguments}) for name, arguments in calls]
         text = {
             HERMES: words + "\n".join(f"<tool_call>\n{call}\n</tool_call>" for call in texts),

@@ -107,11 +107,7 @@ def check(
     for target, source in zip(clean.layer(LAYER), cache.layer(LAYER), strict=True):
         target.copy_(source.float().nan_to_num(0.0))
     reference = ReferenceAttention(
-        clean,
-        q_indptr=list(range(rows + 1)),
-        kv_lens=padded_lens,
-        kv_indptr=indptr,
-        kv_indices=indices.long(),
+        clean, q_indptr=list(range(rows + 1)), kv_lens=padded_lens, kv_indptr=indptr, kv_indices=indices.long()
     )
     by_window = {}
     if window is not None:
@@ -168,13 +164,7 @@ def test_any_heads(heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype)
     seed=st.integers(0, 99),
 )
 def test_any_batch(
-    kv_lens: list[int],
-    padding_rows: int,
-    num_sms: int,
-    kv_heads: int,
-    tile: int,
-    window: int | None,
-    seed: int,
+    kv_lens: list[int], padding_rows: int, num_sms: int, kv_heads: int, tile: int, window: int | None, seed: int
 ) -> None:
     kernel = DecodeKernelSettings(kv_heads=kv_heads, tile=tile, ctas_per_sm=kv_heads)
     check(

@@ -76,8 +76,7 @@ def test_every_preset_fits_in_sixteen_bits() -> None:
 
 
 @pytest.mark.parametrize(
-    ("hidden_size", "intermediate_size", "dtype"),
-    [(60, 64, torch.half), (64, 60, torch.half), (64, 64, torch.float32)],
+    ("hidden_size", "intermediate_size", "dtype"), [(60, 64, torch.half), (64, 60, torch.half), (64, 64, torch.float32)]
 )
 def test_what_does_not_fit_is_not_fused(
     monkeypatch: pytest.MonkeyPatch, hidden_size: int, intermediate_size: int, dtype: torch.dtype

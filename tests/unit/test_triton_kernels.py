@@ -30,11 +30,7 @@ def normal(generator: torch.Generator, *shape: int, dtype: torch.dtype = torch.f
 @pytest.mark.parametrize("weight_dtype", [None, torch.float32])
 @pytest.mark.parametrize(("rows", "hidden_size"), [(1, 64), (3, 100), (5, 1024)])
 def test_add_rms_norm(
-    generator: torch.Generator,
-    rows: int,
-    hidden_size: int,
-    dtype: torch.dtype,
-    weight_dtype: torch.dtype | None,
+    generator: torch.Generator, rows: int, hidden_size: int, dtype: torch.dtype, weight_dtype: torch.dtype | None
 ) -> None:
     x, residual = (normal(generator, rows, hidden_size, dtype=dtype) for _ in range(2))
     weight = normal(generator, hidden_size, dtype=weight_dtype or dtype)
@@ -47,17 +43,11 @@ def test_add_rms_norm(
 
 
 @pytest.mark.parametrize(
-    ("dtype", "weight_dtype"),
-    [(torch.float32,) * 2, (torch.bfloat16,) * 2, (torch.bfloat16, torch.float32)],
+    ("dtype", "weight_dtype"), [(torch.float32,) * 2, (torch.bfloat16,) * 2, (torch.bfloat16, torch.float32)]
 )
 @pytest.mark.parametrize(("rows", "first", "width"), [(0, 0, 8), (1, 0, 64), (3, 20, 100), (5, 64, 1024)])
 def test_rms_norm_of_columns(
-    generator: torch.Generator,
-    rows: int,
-    first: int,
-    width: int,
-    dtype: torch.dtype,
-    weight_dtype: torch.dtype,
+    generator: torch.Generator, rows: int, first: int, width: int, dtype: torch.dtype, weight_dtype: torch.dtype
 ) -> None:
     whole = normal(generator, rows, first + width + 8, dtype=dtype)
     weight = normal(generator, width, dtype=weight_dtype)

@@ -113,9 +113,7 @@ class TestAzure:
     @SHARED_FOLDER
     @given(
         rows=st.lists(
-            st.tuples(st.integers(0, 10**9), st.integers(1, 10**9), st.integers(1, 10**9)),
-            min_size=1,
-            max_size=20,
+            st.tuples(st.integers(0, 10**9), st.integers(1, 10**9), st.integers(1, 10**9)), min_size=1, max_size=20
         )
     )
     def test_what_was_written_is_read(self, tmp_path: Path, rows: list[tuple[int, int, int]]) -> None:

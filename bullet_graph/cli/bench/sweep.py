@@ -26,13 +26,7 @@ from bullet_graph.cli.replay_options import (
     search_options,
     sweep_file_options,
 )
-from bullet_graph.cli.result_file import (
-    IMAGE_FORMATS,
-    check_result_file,
-    require_extra,
-    to_json,
-    write_result_file,
-)
+from bullet_graph.cli.result_file import IMAGE_FORMATS, check_result_file, require_extra, to_json, write_result_file
 from bullet_graph.cli.tables import goodput_table, print_table
 from bullet_graph.config import EngineConfig, Policy
 from bullet_graph.errors import BulletGraphError, ConfigError
@@ -174,8 +168,7 @@ def sweep(
         # ConfigError: the file could not be written.
         if found.num_runs and not isinstance(error, ConfigError):
             click.echo(
-                f"{output_json} has all runs so far ({found.num_runs}); the same command resumes from there",
-                err=True,
+                f"{output_json} has all runs so far ({found.num_runs}); the same command resumes from there", err=True
             )
         raise
     if as_json:

@@ -47,10 +47,5 @@ QWEN3_8B = ModelConfig(
 )
 
 QWEN3_0_6B = replace(
-    QWEN3_8B,
-    hidden_size=1024,
-    intermediate_size=3072,
-    num_layers=28,
-    num_heads=16,
-    tie_word_embeddings=True,
+    QWEN3_8B, hidden_size=1024, intermediate_size=3072, num_layers=28, num_heads=16, tie_word_embeddings=True
 )

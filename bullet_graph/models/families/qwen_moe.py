@@ -58,12 +58,7 @@ QWEN3_30B_A3B = replace(
 )
 
 QWEN3_235B_A22B = replace(
-    QWEN3_30B_A3B,
-    hidden_size=4096,
-    intermediate_size=12288,
-    num_layers=94,
-    num_heads=64,
-    expert_intermediate_size=1536,
+    QWEN3_30B_A3B, hidden_size=4096, intermediate_size=12288, num_layers=94, num_heads=64, expert_intermediate_size=1536
 )
 
 TINY_MOE = replace(
