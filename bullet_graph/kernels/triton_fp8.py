@@ -30,7 +30,7 @@ def new_quantized(like: Tensor, rows: int, width: int, group: int) -> tuple[Quan
     return out, {
         "BLOCK": block,
         "GROUP": min(block, triton.next_power_of_2(group)),
-        "num_warps": min(max(block // 512, 1), 16),
+        "num_warps": min(max(block // 512, 1), 32),
     }
 
 
