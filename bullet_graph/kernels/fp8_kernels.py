@@ -120,20 +120,16 @@ def gemv_fp8_kernel(
     scale."""
     feature = tl.program_id(0)
     lanes = tl.arange(0, BLOCK)
-    row = weight_ptr + feature.to(tl.int64) * IN_FEATURES + lanes
+    row = weight_ptr + feature.to(tl.int64) * IN_FEATURES
     scale_row = scale_ptr + feature // CHANNELS * tl.cdiv(IN_FEATURES, GROUP)
     total = tl.zeros((BLOCK,), tl.float32)
-    weight = tl.load(row, eviction_policy="evict_first")
     for start in range(0, IN_FEATURES, BLOCK):
-        following = tl.load(
-            row + start + BLOCK, mask=start + BLOCK + lanes < IN_FEATURES, eviction_policy="evict_first"
-        )
-        product = weight.to(tl.float32) * tl.load(x_ptr + start + lanes).to(tl.float32)
+        weight = tl.load(row + start + lanes, eviction_policy="evict_first")
+        product = fp8_to_half(weight).to(tl.float32) * fp8_to_half(tl.load(x_ptr + start + lanes)).to(tl.float32)
         if GROUP < IN_FEATURES:
             group = (start + lanes) // GROUP
             product *= tl.load(x_scales_ptr + group) * tl.load(scale_row + group)
         total += product
-        weight = following
     out = tl.sum(total, axis=0)
     if GROUP >= IN_FEATURES:
         out *= tl.load(x_scales_ptr) * tl.load(scale_row)

@@ -10,6 +10,7 @@ from bullet_graph.kernels.ops import Linear, TorchOps
 from bullet_graph.perf.roofline import FP8_BLOCK
 
 GEMV_BLOCK = 4096
+_FP8_GEMV_BLOCK = 2048
 GEMV_LEAST_BLOCK = 128
 
 # Measured on an H200 with llama-3.1-8b's shapes (bench/LOG.md): 64 rows of down take 21 instead of 37 µs.
@@ -49,7 +50,7 @@ def linear_fp8(x: Quantized, linear: Linear, scale: Tensor, out: Tensor | None) 
     assert group is not None
     out_features, in_features = weight.shape
     channels = 1 if len(scale) == out_features else FP8_BLOCK
-    block = min(in_features & -in_features, GEMV_BLOCK)
+    block = min(in_features & -in_features, _FP8_GEMV_BLOCK)
     if len(x.values) == 1 and block >= GEMV_LEAST_BLOCK:
         if out is None:
             out = x.values.new_empty(1, out_features, dtype=x.dtype)
@@ -60,7 +61,7 @@ def linear_fp8(x: Quantized, linear: Linear, scale: Tensor, out: Tensor | None) 
             BLOCK=block,
             GROUP=group,
             CHANNELS=channels,
-            num_warps=4,
+            num_warps=4 if in_features <= 8192 else 8,
         )
         return out
     rows = len(x.values)
