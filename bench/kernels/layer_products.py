@@ -5,8 +5,7 @@
 "engine" calls them as the engine does: SwiGLU fused from some rows on, cuBLAS or cublasLt by rows. The other ways
 time each product alone. Weights are those of eight distinct layers, so no product finds its weights in the L2.
 
-With a preset in FP8, "engine" also quantizes, and for few rows each of the two products stands alone: "down torch" and
-"down triton".
+With a preset in FP8, "engine" also quantizes.
 """
 
 import math
@@ -30,18 +29,15 @@ from bench.kernels.harness import (
     sustained_ms,
 )
 from bench.record import write_report
-from bullet_graph.kernels.fp8 import Quantized, quantize_weight
+from bullet_graph.kernels.fp8 import quantize_weight
 from bullet_graph.kernels.gpu import Gpu, fitting_blas
-from bullet_graph.kernels.ops import Linear, TorchOps
-from bullet_graph.kernels.triton_fp8 import matmul_fp8
+from bullet_graph.kernels.ops import Linear
 from bullet_graph.kernels.triton_ops import TritonOps
 from bullet_graph.models.config import ModelConfig
 from bullet_graph.models.presets import PRESETS
 from bullet_graph.perf.roofline import PROJECTIONS, layer_projections
 
 LAYERS = 8
-MOST_FEW_ROWS = 512
-FP8_PRODUCTS: dict[str, Callable[[Quantized, Linear], object]] = {"torch": TorchOps.linear, "triton": matmul_fp8}
 
 
 def product_flops(config: ModelConfig, rows: int, *names: str) -> float:
@@ -82,17 +78,9 @@ def ways(config: ModelConfig, layers: list[dict[str, Linear]], rows: int) -> dic
     def single(name: str, layer: dict[str, Linear]) -> None:
         TritonOps.linear(ready[name], layer[name])
 
-    def by(product: Callable[[Quantized, Linear], object], name: str, layer: dict[str, Linear]) -> None:
-        x = ready[name]
-        assert isinstance(x, Quantized)
-        product(x, layer[name])
-
     found = {"engine": (over_layers(engine), product_flops(config, rows, *PROJECTIONS))}
     for name in PROJECTIONS:
-        flops = product_flops(config, rows, name)
-        found[name] = over_layers(partial(single, name)), flops
-        for kind, product in FP8_PRODUCTS.items() if is_fp8 and rows <= MOST_FEW_ROWS else ():
-            found[f"{name} {kind}"] = over_layers(partial(by, product, name)), flops
+        found[name] = over_layers(partial(single, name)), product_flops(config, rows, name)
     return found
 
 

@@ -259,8 +259,7 @@ def write_model_folder(folder: Path, model: ModelConfig) -> Path:
 def write_weights(folder: Path, model: ModelConfig, seed: int, device: str = "cuda") -> None:
     """Write this engine's dummy weights as a checkpoint."""
     weights = zero_weights(model, dtype=getattr(torch, model.dtype), device=torch.device(device))
-    for _ in fill_dummy(model, weights, seed=seed):
-        pass
+    list(fill_dummy(model, weights, seed=seed))
     save_file(dict(checkpoint_views(model, weights)), folder / _WEIGHTS)
     del weights
     torch.cuda.empty_cache()

@@ -36,7 +36,8 @@ TILINGS: Tilings = (
     (8, _tiling(16, 64, 128, 4, 4), _tiling(16, 64, 128, 4, 4)),
     (24, _tiling(32, 64, 128, 3, 4), _tiling(32, 64, 128, 4, 4)),
     (48, _tiling(64, 64, 64, 3, 4), _tiling(64, 128, 64, 4, 4)),
-    (float("inf"), _tiling(64, 128, 64, 4, 8), _tiling(64, 128, 64, 3, 4)),
+    (128, _tiling(64, 128, 64, 4, 8), _tiling(64, 128, 64, 3, 4)),
+    (float("inf"), _tiling(128, 128, 64, 4, 8), _tiling(128, 128, 64, 3, 8)),
 )
 """The fastest of those measured on an H200 with qwen3-30b-a3b's shapes (bench/LOG.md); of gate and up each, a tile has
 BLOCK_N columns."""
