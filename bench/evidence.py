@@ -132,8 +132,9 @@ class Task:
 
     @property
     def model(self) -> str:
-        """That was served."""
-        return str(self.source.fields["settings"]["model"])
+        """That was served, and the format of the KV cache if it has one of its own."""
+        settings = self.source.fields["settings"]
+        return f"{settings['model']}{', FP8 KV' * (settings.get('kv_cache_dtype') == 'fp8')}"
 
     @property
     def short(self) -> str:

@@ -322,8 +322,7 @@ def fuzz_files(seconds: float, seed: int, results: "multiprocessing.Queue[tuple[
     rng, counts, problems = random.Random(seed), Counter[str](), list[str]()
     end_s = time.monotonic() + seconds
     with tempfile.TemporaryDirectory() as name:
-        root = Path(name)
-        model = root / "model"
+        root, model = Path(name), Path(name) / "model"
         model.mkdir()
         sample_model(model)
         archive = sample_archive(root)
@@ -356,9 +355,7 @@ def fuzz_files(seconds: float, seed: int, results: "multiprocessing.Queue[tuple[
 def fuzz(seconds: float, seed: int, max_stall_ms: float, max_growth_mib: float) -> dict[str, Any]:
     """Run all attacks at once; returns the result's fields, with what does not hold in ``problems``."""
     context = multiprocessing.get_context("spawn")
-    files_queue: Any = context.Queue()
-    watch_queue: Any = context.Queue()
-    attack_queue: Any = context.Queue()
+    files_queue, watch_queue, attack_queue = (context.Queue() for _ in range(3))
     files = context.Process(target=fuzz_files, args=(seconds, seed, files_queue))
     with server(*SERVER, *LIMITS) as url:
         before = httpx.post(f"{url}/v1/completions", json=GOOD, timeout=60).json()["choices"]
@@ -382,10 +379,8 @@ def fuzz(seconds: float, seed: int, max_stall_ms: float, max_growth_mib: float) 
         findings.problems.append(f"/health took {stall_ms:.0f} ms; at most {max_stall_ms:g} ms are allowed")
     # Medians, since large bodies come and go.
     part = max(1, len(seen.rss_bytes) // 5)
-    settled, last = (
-        statistics.median(seen.rss_bytes[part : 2 * part] or seen.rss_bytes),
-        statistics.median(seen.rss_bytes[-part:]),
-    )
+    parts = seen.rss_bytes[part : 2 * part] or seen.rss_bytes, seen.rss_bytes[-part:]
+    settled, last = map(statistics.median, parts)
     growth_mib = (last - settled) / 2**20
     if growth_mib > max_growth_mib:
         findings.problems.append(f"resident memory grew by {growth_mib:.0f} MiB of {max_growth_mib:g} allowed")

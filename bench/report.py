@@ -22,7 +22,6 @@ from bench.evidence import CLAIMED, OWN, Source, Task, best_of, dicts, figure_of
 from bench.record import Refusal
 from bullet_graph.cli.bench.startup import StartRun, phase_names
 from bullet_graph.cli.plots import draw_starts
-from bullet_graph.cli.tables import figure
 from bullet_graph.errors import BulletGraphError, ConfigError
 from bullet_graph.perf.goodput_search import SHARES
 from bullet_graph.perf.start_report import StartPhase
@@ -31,9 +30,15 @@ from bullet_graph.workloads import load_workload
 BENCH = Path(__file__).resolve().parent
 BARE_WAY = "in turn, with passes"
 LATENCIES = tuple(f"{label}_{name}_ms" for name in ("ttft", "tpot", "itl") for label in ("median", "p90", "p99"))
+LIBRARIES = ("torch", "triton", "flashinfer")
 LESS_IS_BETTER = (*LATENCIES, "joules_per_token")
 SAME = 1.02
 """Figures closer than this factor are not called worse."""
+PLOTS = {
+    "goodput.svg": "Goodput and p99 TTFT by workload",
+    "on_time.svg": "Share of requests on time by rate",
+    "startup.svg": "Time of a start by phase",
+}
 STARTS = {
     "cold": "nothing cached",
     "warm": "libraries' caches filled",
@@ -77,11 +82,14 @@ def goodput_rows(task: Task) -> Iterator[Row]:
                 # The peer's goodput may be anywhere below its next rate, which served too few.
                 ratio = f"{here / ceiling:.2f} to {ratio}"
                 shown += f" (< {ceiling:.3g})"
+            if ceiling == math.inf:
+                continue  # the peer's search has not ended
         name, texts = "goodput (short)", [own.text, shown]
         if own.sustained:
             name = f"goodput_{100 * share:.0f}"
-            tails = (figure((one.best_run or {}).get("p99_ttft_ms"), 0) for one in (own, best))
-            texts = [f"{text}, p99 TTFT {tail} ms" for text, tail in zip(texts, tails, strict=True)]
+            tails = ((one.best_run or {}).get("p99_ttft_ms") for one in (own, best))
+            ends = ("" if tail is None else f", p99 TTFT {tail:,.0f} ms" for tail in tails)
+            texts = [text + end for text, end in zip(texts, ends, strict=True)]
         yield Row(f"{name}, {task.model}, {task.short}", *texts, ratio, file=task.source.name)
 
 
@@ -89,22 +97,24 @@ def load_rows(task: Task, sources: Sequence[Source]) -> Iterator[Row]:
     """Figures at given loads: time and energy all at once, p99 ITL at rates; the best setting of each side counts."""
     name = task.short.partition(",")[0]
     rates = {run["request_rate"] for cell in task.own.values() for run in runs_of(cell)}
-    at_once = "at once", ("duration", "s", 1.0, 2), ("joules_per_token", "mJ a token", 1e3, 1)
+    once = "duration", "s", 1.0, 2
     at_rates = ((f"at {rate:.3g}/s, p99 ITL", rate, ("p99_itl_ms", "ms", 1.0, 1)) for rate in sorted(rates))
-    figures = [(at_once[0], None, figure) for figure in at_once[1:]] + list(at_rates)
-    for load, rate, (field, unit, scale, digits) in figures:
+    for load, rate, (field, unit, scale, digits) in [("at once", None, once), *at_rates]:
         own, peer = best_of(task.own, rate, field), best_of(task.peers, rate, field)
         if own is None or peer is None:
             continue
-        limit = workload_limit_s(task, sources) if field == "duration" else None
-        setting = own[0].removeprefix(OWN).strip()
+        limit = workload_limit_s(task, sources) if rate is None else None
+        sides = [f"{value * scale:.{digits}f} {unit}" for value in (own[1], peer[1])]
+        ratio = f"{own[1] / peer[1]:.2f}×"
+        joules = [best_of(cells, rate, "joules_per_token") for cells in (task.own, task.peers)]
+        if rate is None and joules[0] and joules[1]:
+            sides = [
+                f"{side}, {1e3 * each[1]:.1f} mJ a token" for side, each in zip(sides, joules, strict=True) if each
+            ]
+            ratio += f", {joules[0][1] / joules[1][1]:.2f}×"
         yield Row(
-            f"{name}, {task.num_prompts} {load}, {task.model} ({setting})",
-            f"{own[1] * scale:.{digits}f} {unit}",
-            f"{peer[1] * scale:.{digits}f} {unit}",
-            f"{own[1] / peer[1]:.2f}×",
-            "–" if limit is None else f"{limit:.2f} s ({own[1] / limit:.3f}×)",
-            task.source.name,
+            f"{name}, {task.num_prompts} {load}, {task.model} ({own[0].removeprefix(OWN).strip()})",
+            *(*sides, ratio, "–" if limit is None else f"{limit:.2f} s ({own[1] / limit:.3f}×)", task.source.name),
         )
 
 
@@ -193,18 +203,20 @@ def worse_rows(task: Task) -> Iterator[str]:
     if not shared:
         return
     rate = max(shared, key=lambda one: math.inf if one is None else one)
-    worse = []
+    worse = dict[str, list[str]]()
     for field in LESS_IS_BETTER:
         value, peer = figure_of(own, rate, field), best_of(task.peers, rate, field)
         if value is not None and peer is not None and value > SAME * peer[1] > 0:
             label, _, name = field.removesuffix("_ms").partition("_")
-            shown = "energy" if field == "joules_per_token" else f"{label} {name.upper()}"
-            worse.append(f"{shown} {value / peer[1]:.2f}×")
+            shown, label = ("energy", "") if field == "joules_per_token" else (name.upper(), f"{label} ")
+            worse.setdefault(shown, []).append(f"{label}{value / peer[1]:.2f}×")
+    told = "; ".join(f"{name} {', '.join(ratios)}" for name, ratios in worse.items())
     load = "all at once" if rate is None else f"{rate:.3g}/s"
     if rate is not None:
         on_time = [figure_of(cell, rate, "slo_attainment") or 0.0 for cell in (own, *task.peers.values())]
         load += f" ({100 * on_time[0]:.0f} and {100 * max(on_time[1:]):.0f} % on time)"
-    yield f"| {task.model}, {task.short} | {' | '.join(cells)} | {load}: {', '.join(worse) or 'nothing'} |"
+    if worse or task.is_search:
+        yield f"| {task.model}, {task.short} | {' | '.join(cells)} | {load}: {told or 'nothing'} |"
 
 
 # ---- the report ----
@@ -217,7 +229,7 @@ Machine: {device}, driver {driver}, {versions}. Weights are random, in the model
 **How to read the ratios.** "Ratio" is this engine over the best peer setting: goodput should be high, times and energy
 low. The peer may take another setting for each row; this engine runs `auto`, and its best setting all at once. Goodput
 is the highest rate at which 90 % of the requests (`goodput_99`: 99 %) meet both targets. "Short": runs of 9 to
-20 s, in which a queue only began to grow; they flatter rates, ratios less so. Two ratios mean that the peer's search
+20 s, in which a queue only began to grow; they flatter rates. Two ratios mean that the peer's search
 ended early: its goodput lies below the rate at which it failed ("<"). "Limit" is the time of the same
 kernels alone, on the same card under its power cap, or of the bytes at a copy's rate. Cards of one name differ by
 some 4 %: only figures of one file, or of one card, compare.
@@ -230,20 +242,13 @@ some 4 %: only figures of one file, or of one card, compare.
 WORSE = """
 ## What is worse than vLLM
 
-At each side's own goodput this engine serves more requests, and its tail of TTFT is longer: near saturation a queue
-grows, and 10 % of the requests may miss. The last column has all figures that are worse by more than 2 % at the highest
-load that both ran, with the shares of requests on time there.
+Near saturation a queue grows, and 10 % of the requests may miss: at its own, higher goodput this engine's tail of TTFT
+is longer. The last column has what is worse by more than 2 % at the highest load that both ran.
 
 | what | goodput here, there | p99 TTFT, ms | median TTFT, ms | worse at the same load |
 | --- | --- | ---: | ---: | --- |
 """
-FILES = """
-## Files
-
-Each file names its device, versions and commit. Newer files record their command line. Older comparisons do not; the
-`settings` in them name systems, workloads and options. "–": neither.
-
-"""
+FILES = "\n## Files\n\nEach file names its device, versions and commit.\n\n"
 
 
 def make_report(sources: Sequence[Source], folder: str, pictures: str) -> str:
@@ -263,28 +268,25 @@ def make_report(sources: Sequence[Source], folder: str, pictures: str) -> str:
         folder=folder,
         device=newest.get("device_name", "unknown"),
         driver=newest.get("driver_version", "unknown"),
-        versions=", ".join(
-            f"{name} {versions[name]}" for name in ("torch", "triton", "flashinfer") if versions.get(name)
-        ),
-    )
-    plots = (
-        ("goodput.svg", "Goodput and p99 TTFT by workload"),
-        ("on_time.svg", "Share of requests on time by rate"),
-        ("startup.svg", "Time of a start by phase"),
+        versions=", ".join(f"{name} {versions[name]}" for name in LIBRARIES if versions.get(name)),
     )
     lines = [
         head + "\n".join(map(str, rows)),
         "",
-        *(f"![{text}]({pictures}/{name})" for name, text in plots),
+        *(f"![{text}]({pictures}/{name})" for name, text in PLOTS.items()),
         WORSE + "\n".join(line for task in tasks for line in worse_rows(task)),
-        FILES + "\n".join(_file_line(source) for source in sources),
+        FILES + "\n".join(_file_lines(sources)),
     ]
     return "\n".join(lines) + "\n"
 
 
-def _file_line(source: Source) -> str:
-    told = "its settings" if source.is_comparison else "–"
-    return f"- `{source.name}` ({source.date[:10] or 'no date'}): {source.command or told}"
+def _file_lines(sources: Sequence[Source]) -> Iterator[str]:
+    for source in sources:
+        if source.command:
+            yield f"- `{source.name}` ({source.date[:10] or 'no date'}): {source.command}"
+    for text, is_comparison in (("Settings alone", True), ("Neither", False)):
+        names = (f"`{s.name}`" for s in sources if not s.command and s.is_comparison is is_comparison)
+        yield f"\n{text}: {', '.join(names)}."
 
 
 # ---- plots ----

@@ -89,7 +89,7 @@ FakeSamplingParams = dataclasses.make_dataclass(
     "FakeSamplingParams", ["temperature", "max_tokens", "ignore_eos", "output_kind", "detokenize"]
 )
 ARGUMENTS = """model load_format generation_config skip_tokenizer_init dtype seed max_model_len max_num_seqs
-max_num_batched_tokens gpu_memory_utilization enable_prefix_caching disable_log_stats enable_log_requests
+max_num_batched_tokens gpu_memory_utilization kv_cache_dtype enable_prefix_caching disable_log_stats enable_log_requests
 use_tqdm_on_load scheduler_cls additional_config"""
 FakeEngineArgs = dataclasses.make_dataclass(
     "FakeEngineArgs", [*ARGUMENTS.split(), ("max_cudagraph_capture_size", int, 512)]

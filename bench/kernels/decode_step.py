@@ -7,6 +7,7 @@ torch's profiler gives the time by group of kernels; what each group must move a
 shape, activations once read and once written.
 """
 
+import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -17,32 +18,31 @@ import click
 import torch
 from torch._C._autograd import DeviceType
 
-from bench.kernels.harness import (
-    DENSE_PRESETS,
-    DTYPE,
-    GpuCommand,
-    device_text,
-    open_bench,
-    output_option,
-    parse_counts,
-    watch_gpu,
-)
+from bench.kernels.harness import DTYPE, GpuCommand, device_text, open_bench, output_option, parse_counts, watch_gpu
 from bench.record import write_report
 from bullet_graph.errors import DeviceError
 from bullet_graph.models.config import ModelConfig
 from bullet_graph.models.presets import PRESETS
+from bullet_graph.models.quantization import in_formats
 from bullet_graph.perf.bandwidth import measure_copy_gb_per_s
 from bullet_graph.perf.profile_plan import ProfilePoint
-from bullet_graph.perf.roofline import decode_step_bytes, decode_weight_bytes, kv_cache_bytes_per_token
+from bullet_graph.perf.roofline import (
+    decode_step_bytes,
+    decode_weight_bytes,
+    expert_matrices,
+    kv_cache_bytes_per_token,
+    layer_matrices,
+)
 
-GROUPS = ("products", "attention", "norms", "rope", "swiglu", "head", "sampling", "other")
+GROUPS = ("products", "experts", "attention", "norms", "rope", "swiglu", "head", "sampling", "other")
 _NAMES = {  # parts of kernel names in lower case; Inductor's names say what they fuse; the first that fits
     "sampling": ("sample_kernel",),
     "attention": ("decode_attention_kernel", "combine_partials_kernel"),
     "rope": ("rope_and_cache_kernel",),
-    "norms": ("add_rms_norm_kernel", "rsqrt"),
+    "norms": ("add_rms_norm", "rsqrt"),
     "swiglu": ("silu", "act_and_mul"),
-    "products": ("nvjet", "gemm", "gemv", "cutlass", "splitk", "cublas"),
+    "experts": ("grouped_matmul", "route_kernel", "sort_kernel", "combine_kernel"),
+    "products": ("nvjet", "gemm", "gemv", "cutlass", "splitk", "cublas", "matmul_fp8"),
 }
 _LAST = "sampling"
 
@@ -98,8 +98,8 @@ def time_by_group(step: Sequence[Kernel]) -> dict[str, float]:
 
 
 def work_by_group(config: ModelConfig, rows: int, context: int) -> dict[str, Work]:
-    """What each group must do in a decode step of ``rows`` sequences at ``context`` tokens, in bfloat16."""
-    layers, hidden, intermediate = config.num_layers, config.hidden_size, config.intermediate_size
+    """What each group must do in a decode step of ``rows`` sequences at ``context`` tokens; activations in bfloat16."""
+    layers, hidden, intermediate = config.num_layers, config.hidden_size, config.dense_mlp_size
     size = DTYPE.itemsize
     qkv = config.q_size + 2 * config.kv_size
     head_weights = config.vocab_size * hidden * size
@@ -110,12 +110,15 @@ def work_by_group(config: ModelConfig, rows: int, context: int) -> dict[str, Wor
     def activations(columns: float) -> float:
         return rows * columns * size
 
-    def product(weight_bytes: float) -> float:
-        return 2 * rows * weight_bytes / size
+    def product(matrices: tuple[tuple[int, int], ...]) -> float:
+        return 2.0 * rows * layers * sum(map(math.prod, matrices))
 
+    experts = decode_weight_bytes(config, batch_size=rows, dtype_bytes=size) - rows * hidden * size
+    experts_flops = config.experts_per_token * product(expert_matrices(config))
     in_and_out = 3 * hidden + qkv + config.q_size + 3 * intermediate
     return {
-        "products": Work(layer_weights + layers * activations(in_and_out), product(layer_weights)),
+        "products": Work(layer_weights + layers * activations(in_and_out), product(layer_matrices(config))),
+        "experts": Work(experts - layer_weights - head_weights - norm_weights, experts_flops),
         "attention": Work(
             rows * context * kv_bytes + layers * activations(2 * config.q_size),
             4.0 * rows * context * config.q_size * layers,
@@ -123,7 +126,7 @@ def work_by_group(config: ModelConfig, rows: int, context: int) -> dict[str, Wor
         "norms": Work(norm_weights + (2 * layers + 1) * activations(4 * hidden), 0.0),
         "rope": Work(layers * activations(2 * qkv), 0.0),
         "swiglu": Work(layers * activations(3 * intermediate), 0.0),
-        "head": Work(head_weights + activations(hidden + config.vocab_size), product(head_weights)),
+        "head": Work(head_weights + activations(hidden + config.vocab_size), 2.0 * rows * head_weights / size),
         "sampling": Work(activations(config.vocab_size), 0.0),
         "other": Work(activations(3 * hidden), 0.0),
     }
@@ -184,23 +187,35 @@ def show(rows: list[dict[str, Any]]) -> None:
 
 
 @click.command(cls=GpuCommand)
-@click.option("--model", type=click.Choice(DENSE_PRESETS), default="llama-3.1-8b", show_default=True)
+@click.option("--model", type=click.Choice(sorted(PRESETS)), default="llama-3.1-8b", show_default=True)
+@click.option("--kv-cache-dtype", type=click.Choice(["auto", "fp8"]), default="auto", show_default=True)
 @click.option("--rows", default="1,8,16,32,64,128,256", show_default=True, callback=parse_counts)
 @click.option("--context", type=click.IntRange(min=1), default=1000, show_default=True, help="Tokens per row.")
 @click.option("--profiled-rows", default="64,256", show_default=True, callback=parse_counts)
 @click.option("--seconds", type=click.FloatRange(min=0.05), default=1.0, show_default=True, help="Per step.")
 @output_option
 def main(
-    model: str, rows: tuple[int, ...], context: int, profiled_rows: tuple[int, ...], seconds: float, output_json: Path
+    model: str,
+    kv_cache_dtype: str,
+    rows: tuple[int, ...],
+    context: int,
+    profiled_rows: tuple[int, ...],
+    seconds: float,
+    output_json: Path,
 ) -> None:
     """Measure every batch size, and profile some."""
-    config = PRESETS[model]
-    copy_gb_per_s = measure_copy_gb_per_s("cuda")
+    config = in_formats(PRESETS[model], quantization=None, kv_cache_dtype=kv_cache_dtype)
+    copy_gb_per_s = round(measure_copy_gb_per_s("cuda"), 1)
     torch.cuda.empty_cache()
     points = [ProfilePoint("decode", batch_size=count, context_tokens=context) for count in sorted(rows)[::-1]]
-    report: dict[str, Any] = {"model": model, "context": context, "copy_gb_per_s": round(copy_gb_per_s, 1)}
+    report: dict[str, Any] = {
+        "model": model,
+        "kv_cache_dtype": kv_cache_dtype,
+        "context": context,
+        "copy_gb_per_s": round(copy_gb_per_s, 1),
+    }
     cases, breakdowns = [], []
-    with open_bench(model, points) as (bench, _):
+    with open_bench(model, points, kv_cache_dtype=kv_cache_dtype) as (bench, _):
         for point in points:
             with watch_gpu() as monitor:
                 (ms,) = bench.measure(point, seconds)

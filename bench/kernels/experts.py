@@ -50,8 +50,9 @@ def ways(x: Tensor, logits: Tensor, experts: Experts) -> dict[str, Run]:
 @click.command(cls=GpuCommand)
 @click.option("--model", type=click.Choice([n for n, m in PRESETS.items() if m.num_experts]), default="qwen3-30b-a3b")
 @click.option("--tokens", default="1,4,16,64,128,256,512,2048,8192", show_default=True, callback=parse_counts)
+@click.option("--ways", "wanted", default="engine,grouped_mm,cutlass", show_default=True)
 @output_option
-def main(model: str, tokens: tuple[int, ...], output_json: Path) -> None:
+def main(model: str, tokens: tuple[int, ...], wanted: str, output_json: Path) -> None:
     """Measure the experts of one layer of a model."""
     config, cases = replace(PRESETS[model], num_layers=1), list[dict[str, Any]]()
     count, top_k = config.num_experts, config.experts_per_token
@@ -69,7 +70,7 @@ def main(model: str, tokens: tuple[int, ...], output_json: Path) -> None:
             x, bias = random_tensor(rows, config.hidden_size), skewed_router_bias(count, top_k, skew).to(DEVICE)
             logits = (torch.randn(rows, count, device=DEVICE) + bias).bfloat16()
             touched = len(logits.topk(top_k).indices.unique())
-            for name, run in ways(x, logits, experts).items():
+            for name, run in ((n, r) for n, r in ways(x, logits, experts).items() if n in wanted.split(",")):
                 us = burst_us(run)
                 rate = touched * of_expert / us / 1e6
                 cases.append({"skew": skew, "rows": rows, "name": name, "touched": touched, "us": us, "tb_per_s": rate})

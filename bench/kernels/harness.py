@@ -219,7 +219,12 @@ def product_ceiling_tflops(seconds: float = 1.0) -> float:
 
 @contextmanager
 def open_bench(
-    model: str, points: Sequence[ProfilePoint], *, decode_sms: Sequence[int] = (), backend: str = "none"
+    model: str,
+    points: Sequence[ProfilePoint],
+    *,
+    decode_sms: Sequence[int] = (),
+    backend: str = "none",
+    kv_cache_dtype: str = "auto",
 ) -> Iterator[tuple[Workbench, str]]:
     """The engine's lanes with random weights, ready to measure these points, and heated to sustained clocks.
 
@@ -227,9 +232,11 @@ def open_bench(
         points: what will be measured; their decode graphs are captured.
         decode_sms: SMs of the decode lane, for each partition that the points name.
         backend: the partition backend.
+        kv_cache_dtype: the KV cache's number format.
     """
     config = EngineConfig(
         model=model,
+        kv_cache_dtype=kv_cache_dtype,  # type: ignore[arg-type]
         device="cuda",
         max_num_seqs=max(1, *(point.batch_size for point in points)),
         max_num_batched_tokens=max(KV_BLOCK_TOKENS, *(point.tokens for point in points)),

@@ -5,8 +5,7 @@
 "engine" calls them as the engine does: SwiGLU fused from some rows on, cuBLAS or cublasLt by rows. The other ways
 time each product alone. Weights are those of eight distinct layers, so no product finds its weights in the L2.
 
-With a preset in FP8, "engine" also quantizes, and for few rows a Triton product stands beside torch's: "down ×4" has
-its columns split among four programs.
+With a preset in FP8, "engine" also quantizes.
 """
 
 import math
@@ -30,17 +29,15 @@ from bench.kernels.harness import (
     sustained_ms,
 )
 from bench.record import write_report
-from bullet_graph.kernels.fp8 import Quantized, quantize_weight
+from bullet_graph.kernels.fp8 import quantize_weight
 from bullet_graph.kernels.gpu import Gpu, fitting_blas
 from bullet_graph.kernels.ops import Linear
-from bullet_graph.kernels.triton_fp8 import matmul_fp8
 from bullet_graph.kernels.triton_ops import TritonOps
 from bullet_graph.models.config import ModelConfig
 from bullet_graph.models.presets import PRESETS
 from bullet_graph.perf.roofline import PROJECTIONS, layer_projections
 
 LAYERS = 8
-SPLITS, MOST_SPLIT_ROWS = (1, 2, 4, 8), 512
 
 
 def product_flops(config: ModelConfig, rows: int, *names: str) -> float:
@@ -81,17 +78,9 @@ def ways(config: ModelConfig, layers: list[dict[str, Linear]], rows: int) -> dic
     def single(name: str, layer: dict[str, Linear]) -> None:
         TritonOps.linear(ready[name], layer[name])
 
-    def split(name: str, splits: int, layer: dict[str, Linear]) -> None:
-        x = ready[name]
-        assert isinstance(x, Quantized)
-        matmul_fp8(x, layer[name], splits=splits)
-
     found = {"engine": (over_layers(engine), product_flops(config, rows, *PROJECTIONS))}
     for name in PROJECTIONS:
-        flops = product_flops(config, rows, name)
-        found[name] = over_layers(partial(single, name)), flops
-        for splits in SPLITS if is_fp8 and rows <= MOST_SPLIT_ROWS else ():
-            found[f"{name} ×{splits}"] = over_layers(partial(split, name, splits)), flops
+        found[name] = over_layers(partial(single, name)), product_flops(config, rows, name)
     return found
 
 

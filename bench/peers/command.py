@@ -80,6 +80,7 @@ _LEAST_WIDTH = 160
     "max_num_batched_tokens",
     "gpu_memory_utilization",
     "kv_cache_bytes",
+    "kv_cache_dtype",
     max_num_seqs=1024,
     gpu_memory_utilization=0.45,
 )

@@ -5,7 +5,7 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, cast, get_args
 
-from bullet_graph.config import DeviceName, DtypeName, LoadFormat, Policy, PromptOrder
+from bullet_graph.config import DeviceName, DtypeName, KvCacheDtypeName, LoadFormat, Policy, PromptOrder
 from bullet_graph.engine.replay import TimedRequest
 from bullet_graph.errors import ConfigError
 from bullet_graph.perf.provenance import installed_version
@@ -146,6 +146,7 @@ class Setup:
     max_num_batched_tokens: int = 8192
     gpu_memory_utilization: float = 0.45
     kv_cache_bytes: int | None = None
+    kv_cache_dtype: KvCacheDtypeName = "auto"
     seed: int = 0
     perf_table: str | None = None
     shares_prefixes: bool = False

@@ -12,7 +12,8 @@ How it is set up, beside what a tuned server would use:
 - Prefix caching is on where a workload's prompts share prefixes.
 - Off: statistics, request logs, tokenizer and detokenizer (every system gets and returns token ids).
 - FlashInfer's kernels are tuned at the start by default; ``enable_flashinfer_autotune=false`` starts sooner.
-- A preset's weights are vLLM's dummies; the time of a step does not depend on them.
+- A preset's weights are vLLM's dummies, below 0.001. FP8 leaves zeros of those, and under a power cap products of zeros
+  are faster: of an FP8 preset, vLLM reads this engine's dummies as a checkpoint.
 """
 
 import dataclasses
@@ -26,6 +27,9 @@ from contextlib import aclosing, contextmanager, redirect_stderr, redirect_stdou
 from pathlib import Path
 from typing import Any
 
+import torch
+from safetensors.torch import save_file
+
 from bench.peers.budget import CONFIG_KEY, TokenBudget
 from bench.peers.systems import Setup
 from bullet_graph.engine.replay import TimedRequest
@@ -33,7 +37,9 @@ from bullet_graph.errors import ConfigError, DeviceError, EngineDeadError
 from bullet_graph.models.config import ModelConfig
 from bullet_graph.models.presets import resolve_model
 from bullet_graph.models.rope import Llama3RopeScaling
+from bullet_graph.models.weights import checkpoint_views, fill_dummy, zero_weights
 from bullet_graph.perf.provenance import installed_version, without_home
+from bullet_graph.perf.roofline import FP8_BLOCK, Fp8Weights
 from bullet_graph.slo import Slo
 
 SCHEDULER = "bench.peers.vllm_scheduler.BudgetedScheduler"
@@ -43,6 +49,7 @@ _MODEL_TYPES = {"LlamaForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2", "Qwen3
     "Qwen3MoeForCausalLM": "qwen3_moe",
 }
 
+_WEIGHTS = "model.safetensors"
 _ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_STREAM": "ext://sys.stderr",
@@ -86,6 +93,7 @@ class VllmSystem:
                 raise ConfigError(
                     f"vLLM did not start: {error}. Its own messages say more (--vllm-log FILE keeps them all)"
                 ) from error
+        (folder / _WEIGHTS).unlink(missing_ok=True)
         self._tokens_input = importlib.import_module("vllm.inputs").tokens_input
         sampling = importlib.import_module("vllm.sampling_params")
         self._sampling_params, self._delta = sampling.SamplingParams, sampling.RequestOutputKind.DELTA
@@ -168,8 +176,13 @@ def engine_arguments(setup: Setup, folder: Path) -> dict[str, Any]:
     """The arguments of vLLM's ``AsyncEngineArgs``; writes a preset's model folder."""
     found = resolve_model(setup.model)
     is_dummy = setup.load_format == "dummy" or (setup.load_format == "auto" and found.folder is None)
+    if found.folder is None:
+        write_model_folder(folder, found.config)
+    if is_dummy and found.config.fp8 is not None and found.folder is None:
+        write_weights(folder, found.config, setup.seed)
+        is_dummy = False
     return {
-        "model": str(found.hub_id or found.folder or write_model_folder(folder, found.config)),
+        "model": str(found.hub_id or found.folder or folder),
         "load_format": "dummy" if is_dummy else "auto",
         "generation_config": "vllm",
         "skip_tokenizer_init": True,
@@ -179,6 +192,7 @@ def engine_arguments(setup: Setup, folder: Path) -> dict[str, Any]:
         "max_num_seqs": setup.max_num_seqs,
         "max_num_batched_tokens": setup.max_num_batched_tokens,
         "gpu_memory_utilization": setup.gpu_memory_utilization,
+        "kv_cache_dtype": setup.kv_cache_dtype,
         "enable_prefix_caching": setup.shares_prefixes,
         "disable_log_stats": True,
         "enable_log_requests": False,
@@ -193,14 +207,14 @@ def hf_config(model: ModelConfig) -> dict[str, Any]:
     rope: dict[str, Any] = {"rope_theta": model.rope.theta, "rope_type": "default"}
     if isinstance(model.rope.scaling, Llama3RopeScaling):
         rope |= {"rope_type": "llama3"} | dataclasses.asdict(model.rope.scaling)
-    experts: dict[str, Any] = {}
+    others: dict[str, Any] = {} if model.fp8 is None else {"quantization_config": quantization_config(model.fp8)}
     if model.num_experts:
-        experts = dict.fromkeys(("num_experts", "num_local_experts"), model.num_experts) | {
+        others |= dict.fromkeys(("num_experts", "num_local_experts"), model.num_experts) | {
             "num_experts_per_tok": model.experts_per_token,
             "moe_intermediate_size": model.expert_intermediate_size,
             "norm_topk_prob": model.renormalize_experts,
         }
-    return experts | {
+    return others | {
         "architectures": [model.architecture],
         "model_type": _MODEL_TYPES[model.architecture],
         "vocab_size": model.vocab_size,
@@ -221,11 +235,34 @@ def hf_config(model: ModelConfig) -> dict[str, Any]:
     }
 
 
+def quantization_config(fp8: Fp8Weights) -> dict[str, Any]:
+    """As compressed-tensors writes it: scales of channels and tokens, or of blocks and groups of 128 columns."""
+    blocks = {"strategy": "block", "block_structure": [FP8_BLOCK] * 2} if fp8.blocks else {"strategy": "channel"}
+    groups = {"strategy": "group", "group_size": FP8_BLOCK} if fp8.blocks else {"strategy": "token"}
+    number = {"num_bits": 8, "type": "float", "symmetric": True}
+    group = {
+        "targets": ["Linear"],
+        "weights": number | blocks,
+        "input_activations": number | groups | {"dynamic": True},
+    }
+    told = {"quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": {"group_0": group}}
+    return told | {"ignore": ["lm_head", "re:.*gate$"]}
+
+
 def write_model_folder(folder: Path, model: ModelConfig) -> Path:
     """Write a model folder that has a shape and no weights, and return it; one that is there is replaced."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(hf_config(model), indent=2) + "\n", encoding="utf-8")
     return folder
+
+
+def write_weights(folder: Path, model: ModelConfig, seed: int, device: str = "cuda") -> None:
+    """Write this engine's dummy weights as a checkpoint."""
+    weights = zero_weights(model, dtype=getattr(torch, model.dtype), device=torch.device(device))
+    list(fill_dummy(model, weights, seed=seed))
+    save_file(dict(checkpoint_views(model, weights)), folder / _WEIGHTS)
+    del weights
+    torch.cuda.empty_cache()
 
 
 def _budget_file(folder: Path) -> Path:

@@ -35,6 +35,7 @@ class DecodeKernelSettings:
         tile: keys of a tile, tokens times ``kv_heads``, a power of two.
         ctas_per_sm: programs that an SM holds at once; their registers and shared memory must fit.
         max_registers: of a thread, None for the compiler's choice.
+        num_warps: of a program.
         combine_rows: from this batch size on, the program that finishes a sequence last adds its parts up. Smaller
             batches have many parts per sequence, and a second kernel adds them on more SMs.
     """
@@ -43,6 +44,7 @@ class DecodeKernelSettings:
     tile: int = 64
     ctas_per_sm: int = 2
     max_registers: int | None = None
+    num_warps: int = 4
     combine_rows: int = 32
 
 
@@ -50,12 +52,16 @@ def default_settings(config: DecoderShape, *, whole_gpu: bool = True) -> DecodeK
     """Settings for a model in a 16-bit dtype: as many key heads per tile as have at most 16 query heads.
 
     With all SMs, two programs per SM saturate the memory; three are 1 to 3 % slower. On a part of the SMs, three are
-    14 % faster (bench/results/h200/decode_attention.json).
+    14 % faster (bench/results/h200/decode_attention.json). Over FP8, twice as many programs with half the warps are
+    faster: 64 rows take 48 instead of 57 µs, on 64 SMs 48 instead of 61 (bench/LOG.md).
     """
     group = config.num_heads // config.num_kv_heads
     fitting = (n for n in (16, 8, 4, 2, 1) if config.num_kv_heads % n == 0 and n * group <= _LEAST_Q_BLOCK)
     tile = max(_LEAST_Q_BLOCK, _TILE_ELEMENTS // config.head_dim)
     kv_heads = next(fitting, 1)
+    if config.fp8_kv:
+        tile = min(max(16 * kv_heads, 32), tile)
+        return DecodeKernelSettings(kv_heads=kv_heads, tile=tile, ctas_per_sm=4 if whole_gpu else 8, num_warps=2)
     if whole_gpu:
         return DecodeKernelSettings(kv_heads=kv_heads, tile=tile, ctas_per_sm=2)
     return DecodeKernelSettings(kv_heads=kv_heads, tile=tile, ctas_per_sm=3, max_registers=168)
@@ -211,7 +217,7 @@ class TritonDecodeAttention:
                 "COMBINE": combines,
                 "PDL": self._overlap_launches and not combines,
             },
-            options={"num_warps": 4, "maxnreg": settings.max_registers},
+            options={"num_warps": settings.num_warps, "maxnreg": settings.max_registers},
         )
 
     def _combination(self, rows: int, workers: int) -> RepeatedLaunch:

@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from bullet_graph.kernels.fp8_kernels import fp8_to_half
+
 
 @triton.jit
 def _range_start(worker, total, workers):
@@ -69,6 +71,15 @@ def _sum_of_partials(
             mass = mass * shrink + weight
             sums = sums * shrink[:, None] + partial * weight[:, None]
     return sums / tl.where(inside, mass, 1.0)[:, None]
+
+
+@triton.jit
+def _of_cache(x, dtype: tl.constexpr):
+    """Elements of the cache as the products take them."""
+    if x.dtype == tl.float8e4nv and dtype == tl.float16:
+        return fp8_to_half(x)
+    else:
+        return x.to(dtype)
 
 
 # The batch lies in the middle of larger buffers: one kernel serves every alignment.
@@ -169,6 +180,9 @@ def decode_attention_kernel(
             q_at = row.to(tl.int64) * NUM_HEADS + head_group * Q_HEADS + q_heads
             q_inside = q_heads < Q_HEADS
             q = tl.load(q_ptr + q_at[:, None] * HEAD_DIM + lanes[None, :], mask=q_inside[:, None], other=0.0)
+            if keys_ptr.dtype.element_ty == tl.float8e4nv and q.dtype == tl.bfloat16:
+                # FP8 becomes fp16 in one instruction, bfloat16 in four.
+                q = tl.clamp(q.to(tl.float32), -65504.0, 65504.0).to(tl.float16)
             peak = tl.full((Q_BLOCK,), -float("inf"), tl.float32)
             mass = tl.zeros((Q_BLOCK,), tl.float32)
             sums = tl.zeros((Q_BLOCK, HEAD_DIM), tl.float32)
@@ -190,8 +204,8 @@ def decode_attention_kernel(
                     key_at = block * BLOCK_STRIDE + (tokens % BLOCK_TOKENS) * TOKEN_STRIDE + at_heads
                     key_ptrs = keys_ptr + key_at[:, None] + lanes[None, :]
                     value_ptrs = values_ptr + key_at[:, None] + lanes[None, :]
-                # Of an FP8 cache, the products are of the queries' type.
-                k = tl.load(key_ptrs, mask=inside[:, None], other=0.0, eviction_policy="evict_first").to(q.dtype)
+                k = tl.load(key_ptrs, mask=inside[:, None], other=0.0, eviction_policy="evict_first")
+                k = _of_cache(k, q.dtype)
                 scores = tl.dot(q, k.T, input_precision="ieee") * scale_log2
                 scores = tl.where(inside[None, :] & same_head, scores, -float("inf"))
                 new_peak = tl.maximum(peak, tl.max(scores, axis=1))
@@ -199,7 +213,8 @@ def decode_attention_kernel(
                 shrink = tl.exp2(peak - new_peak)
                 peak = new_peak
                 mass = mass * shrink + tl.sum(weights, axis=1)
-                v = tl.load(value_ptrs, mask=inside[:, None], other=0.0, eviction_policy="evict_first").to(q.dtype)
+                v = tl.load(value_ptrs, mask=inside[:, None], other=0.0, eviction_policy="evict_first")
+                v = _of_cache(v, q.dtype)
                 sums = tl.dot(weights.to(v.dtype), v, sums * shrink[:, None], input_precision="ieee")
             attended = sums / mass[:, None]
             if starts_here & (last_block == end):

@@ -11,6 +11,25 @@ from bullet_graph.kernels import fp8
 
 _MAX = tl.constexpr(fp8.FP8_MAX)
 _LEAST_AMAX = tl.constexpr(fp8.LEAST_AMAX)
+_IS_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+
+
+@triton.jit
+def fp8_to_half(x):
+    """FP8 as fp16, exactly. Triton's own conversion is the same, but before a product it makes shared memory be read
+    byte by byte."""
+    if _IS_INTERPRETED:
+        return x.to(tl.float16)
+    else:
+        return tl.inline_asm_elementwise(
+            "{ .reg .b16 low, high; mov.b32 {low, high}, $2;"
+            " cvt.rn.f16x2.e4m3x2 $0, low; cvt.rn.f16x2.e4m3x2 $1, high; }",
+            constraints="=r,=r,r",
+            args=[x.to(tl.uint8, bitcast=True)],
+            dtype=tl.float16,
+            is_pure=True,
+            pack=4,
+        )
 
 
 @triton.jit
@@ -101,20 +120,16 @@ def gemv_fp8_kernel(
     scale."""
     feature = tl.program_id(0)
     lanes = tl.arange(0, BLOCK)
-    row = weight_ptr + feature.to(tl.int64) * IN_FEATURES + lanes
+    row = weight_ptr + feature.to(tl.int64) * IN_FEATURES
     scale_row = scale_ptr + feature // CHANNELS * tl.cdiv(IN_FEATURES, GROUP)
     total = tl.zeros((BLOCK,), tl.float32)
-    weight = tl.load(row, eviction_policy="evict_first")
     for start in range(0, IN_FEATURES, BLOCK):
-        following = tl.load(
-            row + start + BLOCK, mask=start + BLOCK + lanes < IN_FEATURES, eviction_policy="evict_first"
-        )
-        product = weight.to(tl.float32) * tl.load(x_ptr + start + lanes).to(tl.float32)
+        weight = tl.load(row + start + lanes, eviction_policy="evict_first")
+        product = fp8_to_half(weight).to(tl.float32) * fp8_to_half(tl.load(x_ptr + start + lanes)).to(tl.float32)
         if GROUP < IN_FEATURES:
             group = (start + lanes) // GROUP
             product *= tl.load(x_scales_ptr + group) * tl.load(scale_row + group)
         total += product
-        weight = following
     out = tl.sum(total, axis=0)
     if GROUP >= IN_FEATURES:
         out *= tl.load(x_scales_ptr) * tl.load(scale_row)
@@ -133,8 +148,8 @@ def matmul_fp8_kernel(
     bias_ptr,
     out_ptr,
     num_rows,
-    out_features,
-    in_features,
+    OUT_FEATURES: tl.constexpr,
+    IN_FEATURES: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -143,41 +158,40 @@ def matmul_fp8_kernel(
     CHANNELS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """out = x @ weight^T + bias; a tile of the output, and a part of the columns, a program.
+    """out = x @ weight^T + bias, a tile of BLOCK_M rows and BLOCK_N features a program.
 
-    GROUP columns of x, and of CHANNELS rows of weights, share a scale; GROUP 0: all columns. The grid's second axis
-    splits the columns: out is then [splits, num_rows, out_features] float32, to be added up. A group is a multiple of
-    BLOCK_K columns, CHANNELS one of BLOCK_N or 1.
+    The weights are the left operand: the tensor cores take at least 64 rows there, but as few as 8 columns on the
+    right. GROUP columns of x, and of CHANNELS rows of weights, share a scale; GROUP 0: all columns. A group is a
+    multiple of BLOCK_K columns, CHANNELS one of BLOCK_N or 1.
     """
     num_tiles_m = tl.cdiv(num_rows, BLOCK_M)
     tile_m, tile_n = tl.program_id(0) % num_tiles_m, tl.program_id(0) // num_tiles_m
-    split, num_splits = tl.program_id(1), tl.num_programs(1)
     rows = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
     features = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
     lanes = tl.arange(0, BLOCK_K)
-    num_groups = tl.cdiv(in_features, GROUP) if GROUP > 0 else 1
-    row_inside, feature_inside = rows < num_rows, features < out_features
-    x_row = x_ptr + rows.to(tl.int64)[:, None] * in_features
-    weight_row = weight_ptr + features.to(tl.int64)[:, None] * in_features
-    steps = tl.cdiv(in_features, BLOCK_K)
-    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for step in tl.range(split * steps // num_splits, (split + 1) * steps // num_splits, num_stages=STAGES):
-        columns = step * BLOCK_K + lanes
-        inside = columns < in_features
-        x = tl.load(x_row + columns[None, :], mask=row_inside[:, None] & inside[None, :], other=0.0)
-        weight = tl.load(weight_row + columns[None, :], mask=feature_inside[:, None] & inside[None, :], other=0.0)
-        if GROUP > 0:
-            group = step * BLOCK_K // GROUP
-            x_scale = tl.load(x_scales_ptr + rows * num_groups + group, mask=row_inside, other=0.0)
-            scale = tl.load(scale_ptr + features // CHANNELS * num_groups + group, mask=feature_inside, other=0.0)
-            acc += tl.dot(x, weight.T) * x_scale[:, None] * scale[None, :]
+    NUM_GROUPS: tl.constexpr = (IN_FEATURES + GROUP - 1) // GROUP if GROUP > 0 else 1
+    # Beyond the last row and feature the first are computed again: loads need no mask.
+    some_rows, some_features = rows % num_rows, features % OUT_FEATURES
+    x_at = x_ptr + some_rows.to(tl.int64)[:, None] * IN_FEATURES + lanes[None, :]
+    weight_at = weight_ptr + some_features.to(tl.int64)[:, None] * IN_FEATURES + lanes[None, :]
+    x_scales_at = x_scales_ptr + some_rows * NUM_GROUPS
+    scales_at = scale_ptr + some_features // CHANNELS * NUM_GROUPS
+    acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    for start in tl.range(0, IN_FEATURES, BLOCK_K, num_stages=STAGES):
+        if IN_FEATURES % BLOCK_K == 0:
+            x, weight = tl.load(x_at + start), tl.load(weight_at + start)
         else:
-            acc = tl.dot(x, weight.T, acc)
+            is_inside = (lanes < IN_FEATURES - start)[None, :]
+            x, weight = tl.load(x_at + start, is_inside, other=0.0), tl.load(weight_at + start, is_inside, other=0.0)
+        if GROUP > 0:
+            x_scale, scale = tl.load(x_scales_at + start // GROUP), tl.load(scales_at + start // GROUP)
+            acc += tl.dot(weight, x.T) * scale[:, None] * x_scale[None, :]
+        else:
+            acc = tl.dot(weight, x.T, acc)
     if GROUP == 0:
-        acc *= tl.load(x_scales_ptr + rows, mask=row_inside, other=0.0)[:, None]
-        acc *= tl.load(scale_ptr + features, mask=feature_inside, other=0.0)[None, :]
-    if HAS_BIAS:  # noqa: SIM102 - known when compiled, as the other is not
-        if split == 0:
-            acc += tl.load(bias_ptr + features, mask=feature_inside, other=0.0).to(tl.float32)[None, :]
-    at = (split * num_rows + rows).to(tl.int64)[:, None] * out_features + features[None, :]
-    tl.store(out_ptr + at, acc.to(out_ptr.dtype.element_ty), mask=row_inside[:, None] & feature_inside[None, :])
+        acc *= tl.load(scales_at)[:, None] * tl.load(x_scales_at)[None, :]
+    if HAS_BIAS:
+        acc += tl.load(bias_ptr + some_features).to(tl.float32)[:, None]
+    at = out_ptr + rows.to(tl.int64)[None, :] * OUT_FEATURES + features[:, None]
+    is_inside = (rows < num_rows)[None, :] & (features < OUT_FEATURES)[:, None]
+    tl.store(at, acc.to(out_ptr.dtype.element_ty), is_inside)

@@ -100,7 +100,8 @@ class Workbench:
         max_batch_size = limits.max_batch_size
         for layer in range(decoder.config.num_layers):
             for half in decoder.cache.layer(layer):
-                half.normal_()
+                # By way of the model's dtype: no numbers are drawn in FP8.
+                half.copy_(torch.randn(half.shape, dtype=decoder.weights.embed.dtype, device=device))
         state = SamplingState(max_batch_size + 2, decoder.config.vocab_size, device)
         self._prefill_slot = max_batch_size + 1
         self._graphs = DecodeGraphs(decoder, state, max_batch_size=max_batch_size)

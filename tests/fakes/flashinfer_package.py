@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from bullet_graph.kernels import flashinfer_attention
+from bullet_graph.kernels.fp8 import FP8
 
 
 @dataclass
@@ -40,9 +41,10 @@ class FakeFlashInfer:
 
     def specification(self, backend: str, *settings: object) -> "FakeJitSpec":
         """The settings: three dtypes, that of indices, two head dimensions, positions, window, soft cap, FP16 QK."""
-        dtype, head_dim, window = settings[0], settings[4], settings[7]
-        assert settings == (dtype, dtype, dtype, torch.int32, head_dim, head_dim, 0, window, False, False)
-        return FakeJitSpec(f"prefill_{backend}_{head_dim}{'_swa' if window else ''}", self)
+        q, kv, dtype, head_dim, window = *settings[:3], settings[4], settings[7]
+        assert settings == (q, kv, dtype, torch.int32, head_dim, head_dim, 0, window, False, False)
+        assert (q, kv) in ((dtype, dtype), (FP8, FP8) if backend == "fa3" else (dtype, FP8))
+        return FakeJitSpec(f"prefill_{backend}_{head_dim}{'_swa' if window else ''}{'_fp8' if kv is FP8 else ''}", self)
 
     def load(self, path: str) -> Any:
         library = Path(path)

@@ -38,15 +38,17 @@ class FakeModule:
 
     def __init__(self, spec: flashinfer_attention.ModuleSpec, runs: Runs) -> None:
         self._backend = spec.backend
+        self._settings = _SETTINGS["fa3 fp8" if spec.fp8_q else spec.backend]
         self._windowed = spec.windowed
         self._fp8_kv = spec.fp8_kv
-        assert spec.backend == "fa2" or not spec.fp8_kv, "fa3 reads FP8 keys only for FP8 queries"
+        self._fp8_q = spec.fp8_q
+        assert spec.fp8_q == (spec.fp8_kv and spec.backend == "fa3"), "fa3 reads FP8 keys only for FP8 queries"
         self._plans: dict[int, _Plan] = {}
         self.runs = runs
 
     def _scale(self, settings: Sequence[object], window_left: int) -> float:
         """The scale of the scores; the window is the plan's, and all else must be off, in the kind it is told in."""
-        expected = [window_left if told == "window" else told for told in _SETTINGS[self._backend]]
+        expected = [window_left if told == "window" else told for told in self._settings]
         (scale,) = (value for value, told in zip(settings, expected, strict=True) if told == "scale")
         for value, told in zip(settings, expected, strict=True):
             assert told == "scale" or (type(value), value) == (type(told), told)
@@ -110,8 +112,9 @@ class FakeModule:
         for i, kv_len in enumerate(plan.kv_lens):
             blocks = kv_indices[pages[i] :][: -(-kv_len // page_tokens)].long()
             assert (k_cache.dtype is FP8) == (v_cache.dtype is FP8) == self._fp8_kv
-            k, v = (cache[blocks].flatten(0, 1)[:kv_len].to(q.dtype) for cache in (k_cache, v_cache))
-            _attend(q, k, v, o, slice(starts[i], starts[i + 1]), sm_scale, plan.window_left)
+            assert (q.dtype is FP8) == self._fp8_q
+            k, v = (cache[blocks].flatten(0, 1)[:kv_len].to(o.dtype) for cache in (k_cache, v_cache))
+            _attend(q.to(o.dtype), k, v, o, slice(starts[i], starts[i + 1]), sm_scale, plan.window_left)
 
 
 _COMMON = (None, _CAUSAL, _NHD, "window", True)
@@ -121,6 +124,8 @@ _SETTINGS: dict[str, tuple[object, ...]] = {
     "fa2": (*_COMMON, *[None] * 8, 0.0, "scale", 1.0, 1e-4, 0),
     # No multi-item scoring nor scales of values; no soft cap, the scale.
     "fa3": (*_COMMON, *[None] * 4, 0.0, "scale", 1.0, 0),
+    # No scales of heads; the scale, no scales of all queries, keys and values.
+    "fa3 fp8": (*_COMMON, *[None] * 3, "scale", 1.0, 1.0, 1.0),
 }
 """What FlashInfer's wrappers pass where nothing else is asked for."""
 

@@ -63,7 +63,7 @@ def test_every_tiling(experts: Experts, rows: int, is_skewed: bool) -> None:
         # All rows alike but for a little: nearly all take the same experts.
         x = x[:1] + 0.05 * x
     # The reference rounds gate and up to bfloat16; in FP8, a number on a border may be rounded to either neighbour.
-    limit = 1e-2 if experts.gate_up.scale is None else 2e-2
+    limit = 1e-2 if experts.gate_up.scale is None else 3e-2
     assert_close(TritonOps().experts(x, experts), TorchOps().experts(x, experts), limit)
 
 

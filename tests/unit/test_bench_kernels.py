@@ -133,12 +133,15 @@ def test_average_forward(pairs: list[tuple[int, int]], rows: int) -> None:
 def test_kernels_by_name() -> None:
     groups = "other norms products rope attention attention products swiglu products norms products sampling"
     assert [group_of(kernel.name) for kernel in STEP] == groups.split()
+    fp8 = {"add_rms_norm_quantize_kernel": "norms", "gemv_fp8_kernel": "products", "matmul_fp8_kernel": "products"}
+    of_experts = {"route_kernel": "experts", "combine_kernel": "experts", "combine_partials_kernel": "attention"}
+    assert {name: group_of(name) for name in fp8 | of_experts} == fp8 | of_experts
 
 
 def test_times_add_up_to_the_span() -> None:
     times = time_by_group(STEP)
     by_hand = {"other": 2, "norms": 4, "products": 13, "rope": 1, "attention": 12, "swiglu": 1, "head": 5}
-    assert times == by_hand | {"sampling": 2, "gaps": 8}
+    assert times == by_hand | {"experts": 0, "sampling": 2, "gaps": 8}
     assert sum(times.values()) == 48
     assert set(times) == {*GROUPS, "gaps"}
 

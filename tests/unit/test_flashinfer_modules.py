@@ -9,7 +9,7 @@ import pytest
 import torch
 from fakes.flashinfer_package import FakeFlashInfer
 
-from bullet_graph.kernels.flashinfer_attention import ModuleSpec, cached_modules, load_module
+from bullet_graph.kernels.flashinfer_attention import Backend, ModuleSpec, cached_modules, load_module
 from bullet_graph.kernels.gpu import Gpu
 from bullet_graph.models.presets import PRESETS
 
@@ -43,6 +43,12 @@ def test_a_window_has_a_module_of_its_own(flashinfer: FakeFlashInfer) -> None:
     windowed = load_module(replace(FA2, windowed=True))
     assert windowed is not load_module(FA2)
     assert flashinfer.built == ["prefill_fa2_128_swa", "prefill_fa2_128"]
+
+
+@pytest.mark.parametrize("backend", ["fa2", "fa3"])
+def test_a_cache_in_fp8_has_a_module_of_its_own(flashinfer: FakeFlashInfer, backend: Backend) -> None:
+    load_module(ModuleSpec(backend, torch.bfloat16, 128, fp8_kv=True))
+    assert flashinfer.built == [f"prefill_{backend}_128_fp8"]
 
 
 def test_what_was_compiled_ahead_of_time_is_only_found(flashinfer: FakeFlashInfer) -> None:

@@ -121,13 +121,12 @@ def test_the_eager_lane_equals_the_reference(
     logits, _ = lane.run(rows)
     token_ids = np.append(rows.token_ids, np.zeros_like(rows.decode_slots))
     expected = reference_logits(reference, eager_functions(TorchOps()), token_ids, rows)
-    # What lies on the border of two numbers may be rounded to either.
-    assert relative_error(logits, expected) < 0.02
+    # What lies on the border of two numbers may be rounded to either. Over a cache in FP8, queries are rounded, too.
+    assert relative_error(logits, expected) < (0.06 if fp8_kv else 0.02)
     for layer in range(config.num_layers):
         for half, wanted in zip(decoder.cache.layer(layer), reference.cache.layer(layer), strict=True):
             assert relative_error(half.float(), wanted.float()) < 0.02
-    backends = {"paged": "fa2" if fp8_kv else "fa3", "ragged": "fa3"}
-    assert runs == [(backends[kind], kind, count) for kind, count in prefill_runs]
+    assert runs == [("fa3", kind, count) for kind, count in prefill_runs]
 
 
 @pytest.mark.parametrize("variant", ["plain", "qwen2", "gemma3", "olmo2", "fp8", "fp8-blocks"])

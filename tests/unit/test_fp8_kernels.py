@@ -134,16 +134,20 @@ def test_triton_product_of_one_row(out_features: int, in_features: int, bias: bo
 
 
 @pytest.mark.parametrize("blocks", [False, True])
-@pytest.mark.parametrize("splits", [1, 3])
 @pytest.mark.parametrize(("rows", "out_features", "in_features"), [(3, 130, 384), (17, 64, 600), (130, 200, 128)])
-def test_triton_product_of_several_rows(
-    rows: int, out_features: int, in_features: int, splits: int, blocks: bool
-) -> None:
+def test_triton_product_of_several_rows(rows: int, out_features: int, in_features: int, blocks: bool) -> None:
     linear = quantized_linear(out_features, in_features, blocks=blocks, bias=rows == 3)
     x = quantize(normal(rows, in_features), linear.group or 0)
     expected = TorchOps.linear(x, linear)
-    torch.testing.assert_close(matmul_fp8(x, linear, splits=splits), expected, rtol=1e-4, atol=1e-3)
+    torch.testing.assert_close(matmul_fp8(x, linear), expected, rtol=1e-4, atol=1e-3)
     out = torch.full_like(expected, torch.nan)
-    assert matmul_fp8(x, linear, out, splits=splits) is out
+    assert matmul_fp8(x, linear, out) is out
     torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-3)
     torch.testing.assert_close(TritonOps.linear(x, linear), expected, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("rows", [2, 100])
+def test_triton_product_with_many_features(rows: int) -> None:
+    linear = quantized_linear(16400, 128, blocks=False)
+    x = quantize(normal(rows, 128), 128)
+    torch.testing.assert_close(matmul_fp8(x, linear), TorchOps.linear(x, linear), rtol=1e-4, atol=1e-3)

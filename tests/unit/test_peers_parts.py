@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from subprocess import PIPE
 from types import SimpleNamespace
@@ -24,14 +25,15 @@ from bench.peers.comparison import Comparison, FixedRates
 from bench.peers.host import HostClock
 from bench.peers.residents import group, require_memory
 from bench.peers.systems import Candidate
-from bench.peers.vllm_system import write_model_folder
-from bullet_graph import ConfigError, RequestError
+from bench.peers.vllm_system import write_model_folder, write_weights
+from bullet_graph import ConfigError, Engine, RequestError, SamplingParams
 from bullet_graph.cli.bench.sweep_runner import Sweep, WorkloadSpec, make_cells
 from bullet_graph.engine.replay import Replay, TimedRequest
 from bullet_graph.errors import DeviceError
 from bullet_graph.models.presets import PRESETS, load_model_config
 from bullet_graph.perf.goodput_search import GoodputSearch, RateRun
 from bullet_graph.perf.metrics import RequestMetrics, ServedRequest
+from bullet_graph.perf.roofline import Fp8Weights
 from bullet_graph.serve.client import new_tokens
 from bullet_graph.slo import Slo
 from bullet_graph.workloads import Workload, WorkloadRequest
@@ -99,7 +101,9 @@ def test_memory_that_others_keep_is_an_error() -> None:
 def test_a_presets_folder_holds_its_shape_for_transformers_too(name: str, tmp_path: Path) -> None:
     preset = PRESETS[name]
     folder = write_model_folder(tmp_path / "a" / "b", preset)
-    assert load_model_config(folder) == preset
+    # vLLM gets the format as one that the checkpoint has.
+    stored = None if preset.fp8 is None else replace(preset.fp8, is_stored=True)
+    assert load_model_config(folder) == replace(preset, fp8=stored)
     config = AutoConfig.from_pretrained(folder)
     assert config.architectures == [preset.architecture]
     assert (config.hidden_size, config.num_hidden_layers, config.vocab_size) == (
@@ -112,6 +116,17 @@ def test_a_presets_folder_holds_its_shape_for_transformers_too(name: str, tmp_pa
     assert config.rope_parameters.get("factor") == getattr(preset.rope.scaling, "factor", None)
     assert str(config.dtype) == f"torch.{preset.dtype}"
     assert isinstance(config.dtype, torch.dtype)
+
+
+def test_weights_in_fp8_are_the_engine_s_own(tmp_path: Path) -> None:
+    model = replace(PRESETS["tiny"], fp8=Fp8Weights(blocks=False))
+    write_weights(write_model_folder(tmp_path, model), model, seed=0, device="cpu")
+    outputs = []
+    for source, formats in ((str(tmp_path), {}), ("tiny", {"quantization": "fp8"})):
+        with Engine(source, device="cpu", max_model_len=64, **formats) as engine:
+            params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+            outputs.append(engine.generate([[5, 6, 7]], params, use_tqdm=False)[0].outputs[0].token_ids)
+    assert outputs[0] == outputs[1]
 
 
 # ---- vLLM's budget ----
