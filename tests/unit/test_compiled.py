@@ -76,9 +76,13 @@ def parts(functions: LayerFunctions, decoder: Decoder, rows: int) -> tuple[torch
 def assert_eager_parts(functions: LayerFunctions, decoder: Decoder, rows: int) -> None:
     """Make sure that the parts compute what the uncompiled ones do."""
     expected = parts(eager_functions(TorchOps()), decoder, rows)
-    # With FP8, what lies on the border of two numbers may be rounded to either.
-    error = 1e-5 if decoder.config.fp8 is None else 1e-2
-    torch.testing.assert_close(parts(functions, decoder, rows), expected, rtol=error, atol=error)
+    found = parts(functions, decoder, rows)
+    if decoder.config.fp8 is None:
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+        return
+    # What lies on the border of two numbers may be rounded to either.
+    for one, other in zip(found, expected, strict=True):
+        assert (one - other).norm() < 0.02 * other.norm()
 
 
 @all_variants
