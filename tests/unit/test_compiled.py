@@ -114,7 +114,7 @@ def test_exported_for_all_rows(decoder: Decoder, fused: TorchOps, max_rows: int)
             assert_eager_parts(functions, decoder, rows)
 
 
-@all_variants
+@pytest.mark.parametrize("decoder", NAMES, indirect=True)
 def test_collectives_stand_between_the_parts(decoder: Decoder, settings: list[dict[str, object]]) -> None:
     between = TorchOps(ThreadCommunicator(Table(1), 0))
     functions = compiled_functions(decoder, between, CompiledOps(), MAX_ROWS)
