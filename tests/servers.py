@@ -124,7 +124,7 @@ def serving(model: str | Path = MODEL, *, idle: bool = True, **settings: Any) ->
     listener = bind(of_server)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # of its connections
     loops: queue.SimpleQueue[asyncio.AbstractEventLoop] = queue.SimpleQueue()
-    server = DrainingServer(engine, of_server, on_started=lambda: loops.put(asyncio.get_running_loop()))
+    server = DrainingServer.of_engine(engine, of_server, on_started=lambda: loops.put(asyncio.get_running_loop()))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()
     served = Served(server, loops.get(timeout=30), engine, url_of(listener), of_server.api_key)

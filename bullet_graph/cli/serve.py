@@ -1,7 +1,6 @@
 """``bullet-graph serve``: an OpenAI-compatible server."""
 
 import asyncio
-import logging
 import os
 import resource
 import sys
@@ -32,6 +31,14 @@ _EXTRA = ("fastapi", "httptools", "uvicorn", "prometheus_client")
     help="A file with that key; keeps it out of the list of processes.",
 )
 @click.option(
+    "--data-parallel-size",
+    type=click.IntRange(min=1),
+    default=1,
+    show_default=True,
+    help="Engines behind the port, each on GPUs of its own. A request goes to the one that has served most of its "
+    "prompt, unless that one is too busy.",
+)
+@click.option(
     "--access-log/--no-access-log",
     default=True,
     help="Write a line for each request to stderr: status, time, tokens and id.",
@@ -47,6 +54,7 @@ def serve(
     served_model_name: str | None,
     api_key: str | None,
     api_key_file: Path | None,
+    data_parallel_size: int,
     access_log: bool,
     warmup: bool,
     **settings: Any,
@@ -58,43 +66,50 @@ def serve(
       bullet-graph serve --model tiny --device cpu --port 8000
       bullet-graph serve --model ./Qwen3-8B --policy auto --slo "ttft:500 tpot:15" --host 0.0.0.0 \\
           --api-key-file key.txt --max-queue-len 256
+      bullet-graph serve --model ./Qwen3-8B --data-parallel-size 4
       bullet-graph serve --model llama-3.1-8b --max-model-len 16384 --shutdown-timeout 60 --watchdog-timeout 30
     """
     require_extra("bullet-graph serve", *_EXTRA, extra="serve")
-    if access_log:
-        _log_requests()
     named = config.model if served_model_name is None else served_model_name
     server = ServeSettings(served_model_name=named, api_key=_read_key(api_key, api_key_file), **settings)
     # The server's libraries are an extra, and --help works without them.
+    from bullet_graph.serve.access_log import log_requests  # noqa: PLC0415
     from bullet_graph.serve.lifecycle import bind, run_server, url_of, warm_up  # noqa: PLC0415
 
     # Each connection takes a file descriptor, and the usual soft limit is 1,024.
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     with bind(server) as listener:
-        engine = AsyncEngine(open_engine(config, quiet=False, trace_decisions=trace_decisions))
-        if warmup:
-            asyncio.run(warm_up(engine))
         url = url_of(listener)
         message = (
             f"serving {named} at {url}\n"
             f"  API {url}/v1, described at {url}/docs; live page {url}/; metrics {url}/metrics"
         )
-        ended = run_server(engine, server, listener, on_started=lambda: click.echo(message, err=True))
+
+        def on_started() -> None:
+            click.echo(message, err=True)
+
+        if data_parallel_size > 1:
+            if trace_decisions is not None:
+                raise ConfigError("--trace-decisions traces one engine: leave it out, or --data-parallel-size")
+            require_extra("--data-parallel-size", "aiohttp", extra="serve")
+            from bullet_graph.cli.replicas import serve_replicas  # noqa: PLC0415
+
+            serve_replicas(
+                data_parallel_size, config, server, listener, on_started, access_log=access_log, warmup=warmup
+            )
+            return
+        if access_log:
+            log_requests()
+        engine = AsyncEngine(open_engine(config, quiet=False, trace_decisions=trace_decisions))
+        if warmup:
+            asyncio.run(warm_up(engine))
+        ended = run_server(engine, server, listener, on_started)
     if not ended:
         click.echo("error: the engine's thread is stuck in the device, and is left behind", err=True)
         sys.stderr.flush()
         # An ordinary exit would wait for the device as well.
         os._exit(EXIT_ERROR)
-
-
-def _log_requests() -> None:
-    lines = logging.StreamHandler()
-    lines.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
-    log = logging.getLogger("bullet_graph.serve.access_log")
-    log.setLevel(logging.INFO)
-    log.addHandler(lines)
-    log.propagate = False
 
 
 def _read_key(api_key: str | None, path: Path | None) -> str | None:

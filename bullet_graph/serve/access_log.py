@@ -79,3 +79,12 @@ class AccessLog:
                 tally.output_tokens,
                 tally.request_id,
             )
+
+
+def log_requests() -> None:
+    """Write the lines to stderr."""
+    lines = logging.StreamHandler()
+    lines.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
+    logger.setLevel(logging.INFO)
+    logger.addHandler(lines)
+    logger.propagate = False

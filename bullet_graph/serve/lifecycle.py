@@ -8,16 +8,18 @@ import socket
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from functools import partial
+from pathlib import Path
 from types import FrameType
+from typing import Any, Protocol
 
 import uvicorn
+from starlette.types import ASGIApp
 
 from bullet_graph.engine.async_engine import AsyncEngine
 from bullet_graph.errors import ConfigError, SamplingParamsError
 from bullet_graph.sampling_params import SamplingParams, StructuredOutputs
 from bullet_graph.serve.app import create_app
 from bullet_graph.serve.connection import LimitedConnection
-from bullet_graph.serve.limits import Gate
 from bullet_graph.serve.settings import ServeSettings
 
 _KEEP_ALIVE_S = 75
@@ -36,22 +38,41 @@ _WARMUP_OUTPUT_TOKENS = 4
 logger = logging.getLogger(__name__)
 
 
-class DrainingServer(uvicorn.Server):
-    """An HTTP server for an engine, which the caller shuts down; ``on_started`` is called when it listens.
+class Drained(Protocol):
+    """What knows the requests inside: it refuses new ones once it is ``closed``."""
 
-    It stops in two stages: it refuses new requests and waits for running ones; then it aborts them.
+    closed: bool
+    empty: asyncio.Event
+    num_inside: int
+
+
+class DrainingServer(uvicorn.Server):
+    """An HTTP server; ``on_started`` is called when it listens, on a Unix socket if that is given.
+
+    It stops in two stages: it refuses new requests and waits for running ones; then it calls ``abort`` with the reason.
     """
 
-    def __init__(self, engine: AsyncEngine, settings: ServeSettings, *, on_started: Callable[[], object]) -> None:
-        app = create_app(engine, settings)
-        self._engine = engine
-        self.gate: Gate = app.state.gate
+    def __init__(
+        self,
+        app: ASGIApp,
+        gate: Drained,
+        settings: ServeSettings,
+        *,
+        abort: Callable[[str], object],
+        on_started: Callable[[], object],
+        unix_socket: Path | None = None,
+    ) -> None:
+        self.gate = gate
+        self._abort = abort
         self._drain_s = settings.shutdown_timeout_s
         self._on_started = on_started
         self._draining: asyncio.Task[None] | None = None
         super().__init__(
             uvicorn.Config(
                 app,
+                uds=None if unix_socket is None else str(unix_socket),
+                # Only a front asks there.
+                forwarded_allow_ips=None if unix_socket is None else "*",
                 # The type that uvicorn asks for is a class; it calls it with keywords.
                 http=partial(LimitedConnection, settings),  # type: ignore[arg-type]
                 ws="none",
@@ -64,6 +85,12 @@ class DrainingServer(uvicorn.Server):
                 timeout_graceful_shutdown=math.ceil(self._drain_s) + _LAST_WORDS_S,
             )
         )
+
+    @classmethod
+    def of_engine(cls, engine: AsyncEngine, settings: ServeSettings, **details: Any) -> "DrainingServer":
+        """The server of an engine, which the caller shuts down."""
+        app = create_app(engine, settings)
+        return cls(app, app.state.gate, settings, abort=engine.fail, **details)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
@@ -78,7 +105,7 @@ class DrainingServer(uvicorn.Server):
     def stop(self) -> None:
         """Begin to drain; a second call aborts all requests. Called in the event loop."""
         if self._draining is not None:
-            self._engine.fail("the server was told to stop at once")
+            self._abort("the server was told to stop at once")
             return
         logger.warning("shutting down: requests under way have %g s", self._drain_s)
         self.gate.closed = True
@@ -89,7 +116,7 @@ class DrainingServer(uvicorn.Server):
         try:
             await asyncio.wait_for(self.gate.empty.wait(), self._drain_s)
         except TimeoutError:
-            self._engine.fail(
+            self._abort(
                 f"the server was shut down, and the request had not ended within {self._drain_s:g} s "
                 "(--shutdown-timeout): send it to another"
             )
@@ -118,20 +145,21 @@ def bind(settings: ServeSettings) -> socket.socket:
 
 
 def run_server(
-    engine: AsyncEngine, settings: ServeSettings, listener: socket.socket, on_started: Callable[[], object]
+    engine: AsyncEngine, settings: ServeSettings, listener: socket.socket | Path, on_started: Callable[[], object]
 ) -> bool:
-    """Serve until a signal stops the server, then shut the engine down.
+    """Serve until a signal stops the server, then shut the engine down; ``listener`` may be a Unix socket's path.
 
     Returns whether the engine's thread has ended; a thread that is stuck in the device never does.
     """
-    server = DrainingServer(engine, settings, on_started=on_started)
+    path = listener if isinstance(listener, Path) else None
+    server = DrainingServer.of_engine(engine, settings, on_started=on_started, unix_socket=path)
     thresholds = gc.get_threshold()
     try:
         # Weights, graphs and modules stay. Scanning them in each garbage collection would pause every stream.
         gc.collect()
         gc.freeze()
         gc.set_threshold(_COLLECT_EVERY, *thresholds[1:])
-        server.run(sockets=[listener])
+        server.run(sockets=[listener] if isinstance(listener, socket.socket) else None)
     finally:
         gc.set_threshold(*thresholds)
         ended = engine.shutdown(_ENGINE_STOP_S)

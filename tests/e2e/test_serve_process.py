@@ -1,5 +1,6 @@
 """``bullet-graph serve`` as a process: started, killed under load and started again, told to stop."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -115,6 +116,66 @@ def test_told_to_stop_it_aborts_what_does_not_end_and_exits_in_good_order(killed
     assert "Traceback" not in "".join(server.stderr)
 
 
+# ---- several engines behind one port ----
+
+
+def children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def test_engines_behind_one_port_share_prompts_and_outlive_one_of_them(killed: tuple[Process, str]) -> None:
+    """One test, as engines take seconds to start."""
+    server = Process("--port", "0", "--data-parallel-size", "2", "--kv-cache-bytes", "64MiB", "--api-key", "key")
+    engines = children(server.process.pid)
+    client = httpx.Client(base_url=server.url, headers={"Authorization": "Bearer key"}, timeout=60)
+
+    def complete(prompt: list[int], **more: int | bool) -> httpx.Response:
+        body = {"prompt": prompt, "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+        return client.post("/v1/completions", json=body | more)
+
+    # The key is checked in front, and the app's own errors come through.
+    assert httpx.post(f"{server.url}/v1/completions", json=REQUEST).status_code == 401
+    assert complete([]).status_code == 400
+    assert (client.get("/nowhere").status_code, client.get("/live?replica=2").status_code) == (404, 404)
+    # As one engine's text; each of two long prompts is served again by the engine that holds it.
+    assert client.post("/v1/completions", json=REQUEST).json()["choices"][0]["text"] == killed[1]
+    prompts = [[number + 1] * 160 for number in range(4)]
+    cached = []
+    for _ in range(2):
+        for answer in map(complete, prompts):
+            assert len(answer.headers.get_list("X-Request-Id")) == 1
+            cached.append(answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"])
+    assert cached == [0] * 4 + [144] * 4
+    with ThreadPoolExecutor(8) as pool:  # at once, both are used
+        assert {answer.status_code for answer in pool.map(complete, [[n, 9] for n in range(40)])} == {200}
+    metrics = client.get("/metrics").text
+    done = [
+        float(line.rpartition(" ")[2])
+        for line in metrics.splitlines()
+        if line.startswith("bullet_graph:request_success_total{") and 'finished_reason="length"' in line
+    ]
+    assert len(done) == 2
+    assert sum(done) == 1 + 8 + 40
+    assert min(done) > 1
+    # One is killed in the middle of 20 streams: its streams say so, the others end well, and new requests are served.
+    with ThreadPoolExecutor(20) as pool:
+        body = REQUEST | {"stream": True, "max_tokens": 400}
+        streams = [pool.submit(client.post, "/v1/completions", json=body | {"seed": n}) for n in range(20)]
+        while client.get("/live?replica=0").json()["running"] < 5:
+            time.sleep(0.01)
+        os.kill(engines[0], signal.SIGKILL)
+        texts = [stream.result(60).text for stream in streams]
+    assert {"engine_gone" in text for text in texts} == {True, False}
+    assert all(text.endswith("data: [DONE]\n\n") for text in texts)
+    assert {complete(prompt).status_code for prompt in prompts} == {200}
+    assert 'bullet_graph:replica_up{replica="0"} 0.0' in client.get("/metrics").text
+    assert client.get("/health").status_code == 200
+    server.process.send_signal(signal.SIGTERM)
+    assert server.wait() == 0
+    assert not Path(f"/proc/{engines[1]}").exists()
+    assert "Traceback" not in "".join(server.stderr)
+
+
 # ---- what is wrong with the command ----
 
 
@@ -125,6 +186,7 @@ def test_told_to_stop_it_aborts_what_does_not_end_and_exits_in_good_order(killed
         (("--max-body-size", "big"), "'big' is no size"),
         (("--api-key", "a", "--api-key-file", __file__), "give one of them"),
         (("--api-key-file", "no-such-file"), "no-such-file"),
+        (("--data-parallel-size", "2", "--trace-decisions", "no-such-file"), "--trace-decisions traces one engine"),
         (("--host", "256.0.0.1"), "--host and --port must name an address of this machine that is free"),
     ],
     ids=lambda value: " ".join(value)[:40] if isinstance(value, tuple) else "",

@@ -1,0 +1,187 @@
+"""Processes of one engine each, behind a front: ``python -m bullet_graph.cli.replicas FD`` reads what to serve."""
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection, Pipe, wait
+from pathlib import Path
+
+from bullet_graph.cli import EXIT_ERROR
+from bullet_graph.cli.engine_run import open_engine
+from bullet_graph.config import EngineConfig
+from bullet_graph.engine.async_engine import AsyncEngine
+from bullet_graph.errors import BulletGraphError, ConfigError
+from bullet_graph.serve.access_log import log_requests
+from bullet_graph.serve.errors import ApiError
+from bullet_graph.serve.front import Front, Replica, front_app
+from bullet_graph.serve.lifecycle import DrainingServer, run_server, warm_up
+from bullet_graph.serve.settings import ServeSettings
+
+_STOP_TIMEOUT_S = 40.0
+"""For idle engines to shut down."""
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """What a process serves, at a Unix socket; only the first shows its start."""
+
+    config: EngineConfig
+    settings: ServeSettings
+    path: Path
+    access_log: bool
+    warmup: bool
+    quiet: bool
+
+
+@contextmanager
+def replicas(
+    number: int, config: EngineConfig, settings: ServeSettings, *, access_log: bool, warmup: bool
+) -> Iterator[list[Replica]]:
+    """Start so many engines' servers, each on GPUs of its own, and stop them in the end.
+
+    Raises ConfigError where there are too few GPUs, and what an engine raises.
+    """
+    gpus = _gpus(number, config)
+    # The front has checked the key and the host.
+    behind = replace(settings, api_key=None, host="0.0.0.0")
+    started: list[Replica] = []
+    connections: list[Connection] = []
+    with tempfile.TemporaryDirectory(prefix="bullet_graph_replicas_") as folder:
+        try:
+            for each in range(number):
+                path = Path(folder) / f"{each}.sock"
+                connection, process = _start(gpus[each])
+                connections.append(connection)
+                started.append(Replica(each, process, str(path)))
+                connection.send(Served(config, behind, path, access_log, warmup, quiet=each > 0))
+            _wait_until_ready(connections)
+            yield started
+        finally:
+            for one in started:
+                one.process.send_signal(signal.SIGTERM)
+            for one in started:
+                with suppress(subprocess.TimeoutExpired):
+                    one.process.wait(_STOP_TIMEOUT_S)
+                one.process.kill()
+                one.process.wait()
+            for connection in connections:
+                connection.close()
+
+
+def serve_replicas(
+    number: int,
+    config: EngineConfig,
+    settings: ServeSettings,
+    listener: socket.socket,
+    on_started: Callable[[], object],
+    *,
+    access_log: bool,
+    warmup: bool,
+) -> None:
+    """Serve with so many engines until a signal stops the server."""
+    with replicas(number, config, settings, access_log=access_log, warmup=warmup) as started:
+        front = Front(started)
+
+        def abort(reason: str) -> None:
+            front.abort(ApiError(503, reason, code="shutting_down"))
+
+        app = front_app(front, settings)
+        DrainingServer(app, front, settings, abort=abort, on_started=on_started).run(sockets=[listener])
+
+
+def _gpus(number: int, config: EngineConfig) -> list[str | None]:
+    """CUDA_VISIBLE_DEVICES of each process; None: as it is here."""
+    import torch  # noqa: PLC0415
+
+    if config.device == "cpu" or (config.device == "auto" and not torch.cuda.is_available()):
+        return [None] * number
+    each = config.tensor_parallel_size
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    found = [str(index) for index in range(torch.cuda.device_count())]
+    if named is not None:
+        found = [name.strip() for name in named.split(",")][: len(found)]
+    if len(found) < number * each:
+        raise ConfigError(
+            f"--data-parallel-size {number} with {each} GPUs an engine (--tensor-parallel-size) needs {number * each} "
+            f"GPUs, and {len(found)} can be seen: give smaller numbers, or correct CUDA_VISIBLE_DEVICES"
+        )
+    return [",".join(found[first : first + each]) for first in range(0, number * each, each)]
+
+
+def _start(gpus: str | None) -> tuple[Connection, "subprocess.Popen[bytes]"]:
+    ours, theirs = Pipe()
+    # Modules are found where this process finds them.
+    paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
+    visible = {} if gpus is None else {"CUDA_VISIBLE_DEVICES": gpus}
+    try:
+        # A process group of its own: an interrupt of the keyboard is for the front alone, which then drains.
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "bullet_graph.cli.replicas", str(theirs.fileno())],
+            stdin=subprocess.DEVNULL,
+            env={**os.environ, "PYTHONPATH": paths, **visible},
+            pass_fds=(theirs.fileno(),),
+            process_group=0,
+        )
+    finally:
+        theirs.close()
+    return ours, process
+
+
+def _wait_until_ready(connections: list[Connection]) -> None:
+    waiting = dict(zip(connections, range(len(connections)), strict=True))
+    while waiting:
+        for connection in wait(list(waiting)):
+            assert isinstance(connection, Connection)
+            number = waiting.pop(connection)
+            try:
+                told = connection.recv()
+            except EOFError:
+                raise ConfigError(f"engine {number} has ended before it listened: see its output above") from None
+            if told is not None:
+                kind, text = told
+                raise kind(f"engine {number}: {text}")
+
+
+def _serve(connection: Connection, served: Served) -> bool:
+    """Serve until SIGTERM; returns whether the engine's thread has ended."""
+    if served.access_log:
+        log_requests()
+    engine = AsyncEngine(open_engine(served.config, quiet=served.quiet))
+    if served.warmup:
+        asyncio.run(warm_up(engine))
+    return run_server(engine, served.settings, served.path, lambda: connection.send(None))
+
+
+def _end_with_the_front(connection: Connection) -> None:
+    with suppress(EOFError, OSError):
+        connection.recv()
+    os._exit(EXIT_ERROR)
+
+
+def main() -> None:
+    """The process of one engine."""
+    logging.basicConfig(format="%(message)s")
+    connection = Connection(int(sys.argv[1]))
+    served: Served = connection.recv()
+    threading.Thread(target=_end_with_the_front, args=(connection,), name="bullet-graph-front", daemon=True).start()
+    ended = False
+    try:
+        ended = _serve(connection, served)
+    except BulletGraphError as error:
+        connection.send((type(error), str(error)))
+    sys.stderr.flush()
+    # An ordinary exit would wait for a thread that is stuck in the device, and for the one that reads.
+    os._exit(0 if ended else EXIT_ERROR)
+
+
+if __name__ == "__main__":
+    main()

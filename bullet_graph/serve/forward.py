@@ -1,0 +1,101 @@
+"""Requests that are answered by an engine in another process: what every front does, whatever carries them there."""
+
+import asyncio
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing, suppress
+
+from starlette.types import Message, Receive, Scope, Send
+
+from bullet_graph.serve.errors import ApiError
+from bullet_graph.serve.prompt_keys import prompt_keys
+
+_MOST_TRIES = 3
+
+logger = logging.getLogger(__name__)
+
+
+class EngineGoneError(Exception):
+    """The engine that had a request is gone, or does not answer any more."""
+
+
+class Forwarder(ABC):
+    """An ASGI app that has engines elsewhere answer. Until an answer begins, another engine can take the request.
+
+    Something before it has read the body, which comes as one message.
+    """
+
+    def __init__(self) -> None:
+        self._running: set[asyncio.Task[None]] = set()
+        self._told: ApiError | None = None
+
+    @abstractmethod
+    def answer(self, scope: Scope, body: bytes, keys: Sequence[bytes]) -> AsyncGenerator[Message, None]:
+        """The ASGI messages of an engine's answer; ``keys`` are of the prompt.
+
+        Whoever closes it aborts the request. Raises EngineGoneError, and ApiError where no engine can be asked.
+        """
+
+    def abort(self, told: ApiError) -> None:
+        """End all requests with an error."""
+        self._told = told
+        for task in self._running:
+            task.cancel()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        body = (await receive()).get("body", b"")
+        async with asyncio.TaskGroup() as tasks:
+            forward = tasks.create_task(self._forward(scope, body, send))
+            self._running.add(forward)
+            forward.add_done_callback(self._running.discard)
+            watch = tasks.create_task(_until_gone(receive, forward))
+            with suppress(asyncio.CancelledError):
+                await asyncio.wait([forward])
+            watch.cancel()
+
+    async def _forward(self, scope: Scope, body: bytes, send: Send) -> None:
+        keys = prompt_keys(body) if scope["method"] == "POST" else []
+        start: Message | None = None
+        told = ApiError(503, "the engine that served the request is gone: send it again", code="engine_gone")
+        for attempt in range(1, _MOST_TRIES + 1):
+            try:
+                async with aclosing(self.answer(scope, body, keys)) as messages:
+                    async for message in messages:
+                        start = start or message
+                        await send(message)
+                return
+            except EngineGoneError as error:
+                logger.warning("an engine failed on a request, attempt %d: %s", attempt, error)
+            except ApiError as error:
+                told = error
+                break
+            except asyncio.CancelledError:
+                if self._told is None:
+                    raise  # the client has left
+                told = self._told
+                break
+            if start is not None:
+                break
+        if start is None:
+            await told.response()(scope, _nothing, send)
+        else:
+            await _break_off(start, told, send)
+
+
+async def _break_off(start: Message, told: ApiError, send: Send) -> None:
+    """End an answer that has begun: a stream with an error; another by closing its connection."""
+    if (b"content-type", b"text/event-stream; charset=utf-8") not in start["headers"]:
+        raise told
+    event = b"data: " + told.json() + b"\n\ndata: [DONE]\n\n"
+    await send({"type": "http.response.body", "body": event, "more_body": False})
+
+
+async def _until_gone(receive: Receive, forward: asyncio.Task[None]) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    forward.cancel()
+
+
+async def _nothing() -> Message:
+    return {"type": "http.disconnect"}

@@ -1,0 +1,257 @@
+"""Several engines on one host behind one port: each request goes to the one that holds most of its prompt.
+
+An engine's server runs in a process of its own and listens on a Unix socket. An engine that dies or answers no more
+gets no requests; the others go on.
+"""
+
+import asyncio
+import logging
+import subprocess
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
+from urllib.parse import parse_qs
+
+import aiohttp
+import yarl
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.parser import text_string_to_metric_families
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Mount, Route
+from starlette.types import Message, Scope
+
+from bullet_graph.routing import PrefixHolders, ranked
+from bullet_graph.serve.errors import ApiError
+from bullet_graph.serve.forward import EngineGoneError, Forwarder
+from bullet_graph.serve.limits import LimitMiddleware
+from bullet_graph.serve.metrics import PREFIX
+from bullet_graph.serve.settings import ServeSettings
+
+_SLACK_REQUESTS = 16
+"""By which an engine that holds a prompt may be ahead of the one with the fewest."""
+_CHECK_INTERVAL_S, _CHECK_TIMEOUT_S = 1.0, 5.0
+_BUFFER_BYTES = 1 << 20
+_OF_ONE_HOP = frozenset(
+    (b"connection", b"keep-alive", b"proxy-connection", b"te", b"trailer", b"transfer-encoding", b"upgrade")
+)
+_NOT_SENT = _OF_ONE_HOP | {b"host", b"content-length", b"authorization", b"expect"}
+_NOT_RETURNED = _OF_ONE_HOP | {b"date", b"server"}
+
+logger = logging.getLogger(__name__)
+
+
+class Replica:
+    """An engine's server in another process, which listens on a Unix socket."""
+
+    def __init__(self, number: int, process: "subprocess.Popen[bytes]", path: str) -> None:
+        self.number = number
+        self.process = process
+        self.path = path
+        self.num_running = 0
+        self.is_alive = True
+        self._session: aiohttp.ClientSession | None = None
+
+    def open(self) -> None:
+        """Be ready for requests; in the event loop that makes them."""
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.UnixConnector(self.path, limit=0),
+            timeout=aiohttp.ClientTimeout(total=None),
+            auto_decompress=False,
+            skip_auto_headers=("Accept", "Accept-Encoding", "User-Agent", "Content-Type"),
+            read_bufsize=_BUFFER_BYTES,
+        )
+
+    async def close(self) -> None:
+        if self._session is not None:
+            await self._session.close()
+
+    async def ask(self, scope: Scope, body: bytes) -> AsyncGenerator[Message, None]:
+        """Send a request; yields the answer's ASGI messages. EngineGoneError where there is none, or it breaks off."""
+        assert self._session is not None
+        path = scope.get("raw_path") or scope["path"].encode()
+        query = b"?" + scope["query_string"] if scope["query_string"] else b""
+        url = yarl.URL("http://engine" + (path + query).decode("latin-1"), encoded=True)
+        headers = [
+            (name.decode("latin-1"), value.decode("latin-1"))
+            for name, value in scope["headers"]
+            if name not in _NOT_SENT
+        ]
+        if scope.get("client"):
+            headers.append(("X-Forwarded-For", scope["client"][0]))
+        self.num_running += 1
+        try:
+            async with self._session.request(
+                scope["method"], url, data=body or None, headers=headers, allow_redirects=False
+            ) as answer:
+                returned = [pair for pair in answer.raw_headers if pair[0].lower() not in _NOT_RETURNED]
+                lowered = [(name.lower(), value) for name, value in returned]
+                yield {"type": "http.response.start", "status": answer.status, "headers": lowered}
+                async for part in answer.content.iter_any():
+                    yield {"type": "http.response.body", "body": part, "more_body": True}
+                yield {"type": "http.response.body", "body": b"", "more_body": False}
+        except (aiohttp.ClientError, OSError) as error:
+            raise EngineGoneError(f"engine {self.number}: {error or type(error).__name__}") from error
+        finally:
+            self.num_running -= 1
+
+    async def get(self, path: str) -> tuple[int, bytes]:
+        """Status and body; EngineGoneError, also after a few seconds without an answer."""
+        assert self._session is not None
+        try:
+            timeout = aiohttp.ClientTimeout(total=_CHECK_TIMEOUT_S)
+            async with self._session.get(f"http://engine{path}", timeout=timeout) as answer:
+                return answer.status, await answer.read()
+        except (aiohttp.ClientError, OSError, TimeoutError) as error:
+            raise EngineGoneError(f"engine {self.number}: {error or type(error).__name__}") from error
+
+
+class Front(Forwarder):
+    """Gives each request to one of the replicas, and knows which of them live.
+
+    Attributes:
+        closed: the server shuts down; no new requests.
+        num_inside, empty: requests, and whether there are none.
+    """
+
+    def __init__(self, replicas: Sequence[Replica]) -> None:
+        super().__init__()
+        self._replicas = replicas
+        self._holders: PrefixHolders[int] = PrefixHolders()
+        self.closed = False
+        self.empty = asyncio.Event()
+        self.empty.set()
+        self.num_inside = 0
+
+    @property
+    def alive(self) -> list[Replica]:
+        return [replica for replica in self._replicas if replica.is_alive]
+
+    def check_open(self) -> None:
+        """Raise ApiError 503 if the server shuts down, or no engine lives."""
+        if self.closed:
+            raise ApiError(
+                503, "the server is shutting down: ask another", code="shutting_down", headers={"Retry-After": "5"}
+            )
+        if not self.alive:
+            raise ApiError(
+                503, f"none of {len(self._replicas)} engines answers: restart the server", code="engine_dead"
+            )
+
+    async def answer(self, scope: Scope, body: bytes, keys: Sequence[bytes]) -> AsyncGenerator[Message, None]:
+        self.check_open()
+        replica = self._asked(scope) or self._choose(keys)
+        self.num_inside += 1
+        self.empty.clear()
+        try:
+            async for message in replica.ask(scope, body):
+                yield message
+        except EngineGoneError:
+            self._lost(replica)
+            raise
+        finally:
+            self.num_inside -= 1
+            if not self.num_inside:
+                self.empty.set()
+
+    def _asked(self, scope: Scope) -> Replica | None:
+        """The replica that a page or a figure is asked of: ``?replica=1``."""
+        named = parse_qs(scope["query_string"].decode("latin-1")).get("replica")
+        if scope["method"] != "GET" or not named:
+            return None
+        found = {str(replica.number): replica for replica in self.alive}
+        if named[0] not in found:
+            raise ApiError(404, f"`replica` must be one of {', '.join(found)}, found {named[0]:.20}")
+        return found[named[0]]
+
+    def _choose(self, keys: Sequence[bytes]) -> Replica:
+        alive = {replica.number: replica for replica in self.alive}
+        load = {number: replica.num_running for number, replica in alive.items()}
+        number = ranked(list(alive), self._holders, keys, load.__getitem__, _SLACK_REQUESTS)[0]
+        self._holders.add(keys, number)
+        return alive[number]
+
+    def _lost(self, replica: Replica) -> None:
+        if replica.is_alive:
+            replica.is_alive = False
+            code = replica.process.poll()
+            how = "does not answer" if code is None else f"has ended with exit code {code}"
+            logger.error("engine %d %s; requests go to the %d others", replica.number, how, len(self.alive))
+            self._holders.keep({each.number for each in self.alive})
+
+    async def watch(self) -> None:
+        """Find out, every second, which replicas live."""
+        while True:
+            await asyncio.gather(*map(self._check, self._replicas))
+            await asyncio.sleep(_CHECK_INTERVAL_S)
+
+    async def _check(self, replica: Replica) -> None:
+        try:
+            status, _ = await replica.get("/health")
+        except EngineGoneError:
+            status = 503
+        if status != 200:
+            self._lost(replica)
+        elif not replica.is_alive:
+            logger.warning("engine %d answers again", replica.number)
+            replica.is_alive = True
+
+    async def metrics(self) -> bytes:
+        """The replicas' metrics, with a label that names each, and which of them live."""
+        up = GaugeMetricFamily(PREFIX + "replica_up", "1 for an engine that lives.", labels=["replica"])
+        families: dict[str, Metric] = {up.name: up}
+        for replica in self._replicas:
+            up.add_metric([str(replica.number)], float(replica.is_alive))
+        for replica in self.alive:
+            with suppress(EngineGoneError):
+                _, text = await replica.get("/metrics")
+                for family in text_string_to_metric_families(text.decode()):
+                    whole = families.setdefault(family.name, Metric(family.name, family.documentation, family.type))
+                    whole.samples += [
+                        sample._replace(labels=sample.labels | {"replica": str(replica.number)})
+                        for sample in family.samples
+                    ]
+        return generate_latest(_Collected(families))
+
+
+class _Collected:
+    """What prometheus_client writes out."""
+
+    def __init__(self, families: Mapping[str, Metric]) -> None:
+        self._families = families
+
+    def collect(self) -> Iterator[Metric]:
+        yield from self._families.values()
+
+
+def front_app(front: Front, settings: ServeSettings) -> Starlette:
+    """The paths of several engines; its lifespan connects to them. All but /health and /metrics are one engine's."""
+
+    @asynccontextmanager
+    async def lifespan(_: Starlette) -> AsyncIterator[None]:
+        for replica in front._replicas:
+            replica.open()
+        watch = asyncio.create_task(front.watch())
+        yield
+        watch.cancel()
+        for replica in front._replicas:
+            await replica.close()
+
+    async def health(_: Request) -> Response:
+        front.check_open()
+        return JSONResponse({"status": "ok"})
+
+    async def metrics(_: Request) -> Response:
+        return Response(await front.metrics(), media_type=CONTENT_TYPE_LATEST)
+
+    async def fail(_: Request, error: Exception) -> Response:
+        return ApiError.of(error).response()
+
+    app = Starlette(
+        routes=[Route("/health", health), Route("/metrics", metrics), Mount("", app=front)],
+        exception_handlers={ApiError: fail},
+        lifespan=lifespan,
+    )
+    app.add_middleware(LimitMiddleware, settings=settings)
+    return app

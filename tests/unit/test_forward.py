@@ -1,0 +1,143 @@
+"""What a front does when the engine that answers goes away, before and after its answer has begun."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Sequence
+from typing import Any
+
+import pytest
+from starlette.types import Message, Scope
+
+from bullet_graph.serve.errors import ApiError
+from bullet_graph.serve.forward import EngineGoneError, Forwarder
+
+JSON, STREAM = b"application/json", b"text/event-stream; charset=utf-8"
+NOTHING: tuple[Message, ...] = ()
+Answer = Callable[[], AsyncGenerator[Message, None]]
+
+
+def start(content_type: bytes = STREAM) -> Message:
+    return {"type": "http.response.start", "status": 200, "headers": [(b"content-type", content_type)]}
+
+
+def part(body: bytes, *, more: bool = True) -> Message:
+    return {"type": "http.response.body", "body": body, "more_body": more}
+
+
+async def whole() -> AsyncGenerator[Message, None]:
+    yield start()
+    yield part(b"answer", more=False)
+
+
+async def gone() -> AsyncGenerator[Message, None]:
+    for message in NOTHING:
+        yield message
+    raise EngineGoneError("engine 0")
+
+
+async def gone_within() -> AsyncGenerator[Message, None]:
+    yield start()
+    yield part(b"data: 1\n\n")
+    raise EngineGoneError("engine 0")
+
+
+async def gone_within_json() -> AsyncGenerator[Message, None]:
+    yield start(JSON)
+    raise EngineGoneError("engine 0")
+
+
+async def none_there() -> AsyncGenerator[Message, None]:
+    for message in NOTHING:
+        yield message
+    raise ApiError(503, "none of 2 engines answers")
+
+
+class Scripted(Forwarder):
+    """Its engines answer as they are told, one after the other."""
+
+    def __init__(self, *answers: Answer) -> None:
+        super().__init__()
+        self.answers = list(answers)
+        self.keys: list[Sequence[bytes]] = []
+
+    def answer(self, scope: Scope, body: bytes, keys: Sequence[bytes]) -> AsyncGenerator[Message, None]:
+        del scope, body
+        self.keys.append(keys)
+        return self.answers.pop(0)()
+
+
+async def ask(forwarder: Forwarder, *, leaves: asyncio.Event | None = None, body: bytes = b"{}") -> list[Message]:
+    """What a client gets, which leaves when it is told to."""
+    sent: list[Message] = []
+    messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def receive() -> Message:
+        if messages:
+            return messages.pop()
+        await (leaves or asyncio.Event()).wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    await forwarder({"type": "http", "method": "POST", "path": "/v1/completions"}, receive, send)
+    return sent
+
+
+def body_of(sent: Sequence[Message]) -> bytes:
+    return b"".join(message.get("body", b"") for message in sent)
+
+
+@pytest.mark.parametrize("failures", [0, 1, 2])
+def test_until_an_answer_begins_another_engine_takes_the_request(failures: int) -> None:
+    forwarder = Scripted(*[gone] * failures, whole)
+    assert body_of(asyncio.run(ask(forwarder, body=b'{"prompt": "%s"}' % (b"a" * 130)))) == b"answer"
+    assert [len(keys) for keys in forwarder.keys] == [2] * (failures + 1)
+
+
+@pytest.mark.parametrize(("answer", "told"), [(gone, "send it again"), (none_there, "none of 2 engines answers")])
+def test_a_request_that_no_engine_takes_gets_an_error(answer: Answer, told: str) -> None:
+    forwarder = Scripted(*[answer] * 3, whole)
+    sent = asyncio.run(ask(forwarder))
+    assert sent[0]["status"] == 503
+    assert told in body_of(sent).decode()
+    assert forwarder.answers
+
+
+def test_a_stream_that_breaks_off_ends_with_an_error() -> None:
+    sent = asyncio.run(ask(Scripted(gone_within, whole)))
+    first, error, done = body_of(sent).split(b"\n\n")[:3]
+    assert (first, done) == (b"data: 1", b"data: [DONE]")
+    assert b"engine_gone" in error
+    assert not sent[-1]["more_body"]
+
+
+def test_an_answer_that_is_no_stream_breaks_off() -> None:
+    with pytest.raises(ExceptionGroup) as raised:
+        asyncio.run(ask(Scripted(gone_within_json)))
+    assert raised.group_contains(ApiError)
+
+
+@pytest.mark.parametrize("reason", ["leaves", "abort"])
+def test_a_request_ends_when_its_client_leaves_or_the_server_stops(reason: str) -> None:
+    ended: list[Any] = []
+
+    async def answer() -> AsyncGenerator[Message, None]:
+        try:
+            yield start()
+            await asyncio.Future()
+        finally:
+            ended.append(True)
+
+    async def run() -> list[Message]:
+        forwarder, leaves = Scripted(answer), asyncio.Event()
+        asked = asyncio.create_task(ask(forwarder, leaves=leaves))
+        await asyncio.sleep(0.01)
+        if reason == "leaves":
+            leaves.set()
+        else:
+            forwarder.abort(ApiError(503, "the server was shut down"))
+        return await asyncio.wait_for(asked, 5)
+
+    sent = asyncio.run(run())
+    assert ended
+    assert (b"shut down" in body_of(sent)) == (reason == "abort")
