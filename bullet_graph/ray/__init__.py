@@ -4,10 +4,15 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from bullet_graph.ray.predictor import BatchPredictor
+    from bullet_graph.ray.serving import app, deployment
 
-__all__ = ["BatchPredictor"]
+__all__ = ["BatchPredictor", "app", "deployment"]
 
-_ON_FIRST_USE = {"BatchPredictor": "bullet_graph.ray.predictor"}
+_ON_FIRST_USE = {
+    "BatchPredictor": "bullet_graph.ray.predictor",
+    "app": "bullet_graph.ray.serving",
+    "deployment": "bullet_graph.ray.serving",
+}
 
 
 def __getattr__(name: str) -> object:

@@ -20,7 +20,7 @@ OPTIONS = (
     *(word for name, value in ENGINE.items() for word in (f"--{name.replace('_', '-')}", str(value))),
 )
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.timeout(600)
 
 
 @pytest.fixture(scope="module", autouse=True)

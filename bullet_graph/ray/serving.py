@@ -1,0 +1,275 @@
+"""The server on Ray Serve: engines in replicas, each with the FastAPI app as it is, behind a thin front."""
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncIterator, Mapping
+from contextlib import suppress
+from typing import Any
+
+from ray import serve
+from ray.exceptions import RayError
+from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
+from ray.serve.handle import DeploymentHandle
+from starlette.types import Message, Receive, Scope, Send
+
+from bullet_graph.config import EngineConfig
+from bullet_graph.engine.async_engine import AsyncEngine
+from bullet_graph.errors import ConfigError
+from bullet_graph.ray.replicas import prefix_keys
+from bullet_graph.serve.app import create_app
+from bullet_graph.serve.errors import ApiError
+from bullet_graph.serve.lifecycle import warm_up
+from bullet_graph.serve.settings import SERVE_SETTINGS, ServeSettings
+
+_PARTS = ("type", "asgi", "http_version", "method", "scheme", "path", "raw_path", "query_string", "headers", "client")
+_OF_HTTP = ("host", "port", "max_connections", "max_headers", "max_header_bytes", "header_timeout_s", "write_timeout_s")
+"""Settings of the server's own connections: here, Ray Serve has them."""
+_MOST_TRIES = 3
+_MOST_FRONT_REQUESTS = 10_000
+
+logger = logging.getLogger(__name__)
+
+
+class EngineReplica:
+    """One engine with the server's app. Its replica is healthy while the engine lives."""
+
+    async def __init__(self, engine: Mapping[str, Any], server: Mapping[str, Any]) -> None:  # type: ignore[misc]
+        self._engine = AsyncEngine(**engine)
+        await warm_up(self._engine)
+        self._app = create_app(self._engine, ServeSettings(**server))
+        self._life = self._app.router.lifespan_context(self._app)
+        await self._life.__aenter__()
+
+    async def asgi(self, scope: Scope, body: bytes, keys: list[bytes]) -> AsyncIterator[list[Message]]:
+        """Answer a request with the app's messages, as many as there are at once; ``keys`` are for the router.
+
+        A caller that leaves aborts its request.
+        """
+        del keys
+        messages: asyncio.Queue[Message | None] = asyncio.Queue()
+        request: Message | None = {"type": "http.request", "body": body, "more_body": False}
+
+        async def receive() -> Message:
+            nonlocal request
+            message, request = request, None
+            # After the body, only a client that leaves would have something to say.
+            return await asyncio.Future() if message is None else message
+
+        async def answer() -> None:
+            try:
+                await self._app(scope, receive, messages.put)
+            finally:
+                messages.put_nowait(None)
+
+        task = asyncio.create_task(answer())
+        try:
+            more = True
+            while more:
+                found = [await messages.get()]
+                while not messages.empty():
+                    found.append(messages.get_nowait())
+                more = None not in found
+                if some := [message for message in found if message is not None]:
+                    yield some
+            await task
+        finally:
+            task.cancel()
+            with suppress(asyncio.CancelledError, Exception):
+                await task
+
+    def check_health(self) -> None:
+        """Serve replaces the replica if this raises ApiError: the engine is dead, or makes no progress."""
+        self._app.state.gate.check_open()
+
+    def record_autoscaling_stats(self) -> dict[str, float]:
+        """What :class:`~bullet_graph.ray.replicas.Scaler` decides from: sequences, and predicted TTFT in ms."""
+        stats = self._engine.stats
+        return {
+            "waiting": self._app.state.gate.num_waiting,
+            "running": stats.num_running,
+            "predicted_ttft_ms": stats.predicted_ttft_ms,
+        }
+
+    async def __del__(self) -> None:
+        """After the drain, which is Serve's: no new requests, and time for those in progress."""
+        await self._life.__aexit__(None, None, None)
+        await asyncio.to_thread(self._engine.shutdown, 30.0)
+
+
+class Front:
+    """Takes requests for the replicas: Serve's router sees a request's prompt only behind the first deployment."""
+
+    def __init__(self, engines: DeploymentHandle, max_body_bytes: int) -> None:
+        self._engines = engines.options(method_name="asgi", stream=True)
+        self._max_body_bytes = max_body_bytes
+
+    def __serve_build_asgi_app__(self) -> Any:
+        return self._answer
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            while (message := await receive())["type"] != "lifespan.shutdown":
+                await send({"type": f"{message['type']}.complete"})
+            await send({"type": "lifespan.shutdown.complete"})
+            return
+        body = await self._body(receive)
+        if body is None:
+            return
+        asked = {name: scope[name] for name in _PARTS if name in scope}
+        asked.setdefault("raw_path", scope["path"].encode())
+        async with asyncio.TaskGroup() as tasks:
+            forward = tasks.create_task(self._forward(asked, body, send))
+            watch = tasks.create_task(self._until_gone(receive, forward))
+            with suppress(asyncio.CancelledError):
+                await asyncio.wait([forward])
+            watch.cancel()
+
+    async def _body(self, receive: Receive) -> bytes | None:
+        """The body, cut where the app refuses it; None if the client has left."""
+        parts, size, more = [], 0, True
+        while more:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                return None
+            part = message.get("body", b"")[: self._max_body_bytes + 1 - size]
+            parts.append(part)
+            size += len(part)
+            more = message.get("more_body", False)
+        return b"".join(parts)
+
+    async def _forward(self, scope: Scope, body: bytes, send: Send) -> None:
+        """Send a replica's answer. Until it begins, another replica can take the request of one that dies."""
+        keys, begun = prefix_keys(body) if scope["method"] == "POST" else [], False
+        for attempt in range(1, _MOST_TRIES + 1):
+            answer = self._engines.remote(scope, body, keys)
+            try:
+                async for messages in answer:
+                    for message in messages:
+                        begun = True
+                        await send(message)
+                return
+            except RayError as error:
+                logger.warning("a replica failed on a request, attempt %d: %s", attempt, error)
+                told = ApiError(503, "the replica that served the request is gone: send it again", code="replica_gone")
+                if begun:
+                    event = b"data: " + told.json() + b"\n\ndata: [DONE]\n\n"
+                    await send({"type": "http.response.body", "body": event, "more_body": False})
+                    return
+            except asyncio.CancelledError:
+                answer.cancel()
+                raise
+        await told.response()(scope, _nothing, send)
+
+    @staticmethod
+    async def _until_gone(receive: Receive, forward: asyncio.Task[None]) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        forward.cancel()
+
+
+async def _nothing() -> Message:
+    return {"type": "http.disconnect"}
+
+
+def deployment(
+    model: str,
+    *,
+    min_replicas: int = 1,
+    max_replicas: int | None = None,
+    gpus_per_replica: int | None = None,
+    num_fronts: int = 1,
+    target_queue_len: float = 16,
+    target_ttft_ms: float = 1000,
+    upscale_delay_s: float = 10,
+    downscale_delay_s: float = 300,
+    max_surge_percent: int = 0,
+    slack: int = 16,
+    **settings: Any,
+) -> serve.Application:
+    """The server as an application for ``serve.run``.
+
+    Args:
+        model: a folder, a hub id or a preset.
+        min_replicas, max_replicas: replicas of one engine each; without ``max_replicas`` their number is fixed.
+        gpus_per_replica: 1, or 0 with ``device="cpu"``.
+        num_fronts: processes that take requests; each learns by itself which replica holds which prefix.
+        target_queue_len, target_ttft_ms: waiting sequences per replica, and predicted TTFT: more than that asks for
+            more replicas.
+        upscale_delay_s, downscale_delay_s: for how long, before the number changes.
+        max_surge_percent: more replicas while a rolling restart runs; 0 stops one before another starts.
+        slack: requests by which a replica that holds a prompt may be ahead of the one with the fewest.
+        settings: those of :class:`~bullet_graph.engine.engine.Engine`, and those of
+            :class:`~bullet_graph.serve.settings.ServeSettings` that are not of connections.
+
+    Raises:
+        ConfigError: a setting is unknown or wrong.
+    """
+    of_server = {name: settings.pop(name) for name in SERVE_SETTINGS if name in settings and name not in _OF_HTTP}
+    engine = EngineConfig.of(model, **({"max_num_seqs": 256} | settings))
+    # Serve decides which address listens. With one of all, the app takes any `Host`.
+    server = {"served_model_name": model, "host": "0.0.0.0"} | of_server
+    checked = ServeSettings(**server)
+    fixed = max_replicas is None or max_replicas == min_replicas
+    scaling = (
+        None
+        if fixed
+        else AutoscalingConfig(
+            min_replicas=min_replicas,
+            max_replicas=max_replicas,
+            upscale_delay_s=upscale_delay_s,
+            downscale_delay_s=downscale_delay_s,
+            policy=AutoscalingPolicy(
+                policy_function="bullet_graph.ray.replicas:Scaler",
+                policy_kwargs={
+                    "target_queue_len": target_queue_len,
+                    "target_ttft_ms": target_ttft_ms,
+                    "max_num_seqs": engine.max_num_seqs,
+                },
+            ),
+        )
+    )
+    gpus = (0 if engine.device == "cpu" else 1) if gpus_per_replica is None else gpus_per_replica
+    engines = serve.deployment(
+        EngineReplica,
+        name="engine",
+        **({"num_replicas": min_replicas} if fixed else {"autoscaling_config": scaling}),
+        ray_actor_options={"num_gpus": gpus, "num_cpus": 1},
+        # The app's own limits come first: it answers 429.
+        max_ongoing_requests=checked.max_queue_len + engine.max_num_seqs,
+        graceful_shutdown_timeout_s=checked.shutdown_timeout_s,
+        graceful_shutdown_wait_loop_s=1,
+        max_surge_percent=max_surge_percent,
+        request_router_config=RequestRouterConfig(
+            request_router_class="bullet_graph.ray.replicas:PrefixRouter", request_router_kwargs={"slack": slack}
+        ),
+    )
+    front = serve.deployment(
+        serve.ingress()(Front),
+        name="front",
+        num_replicas=num_fronts,
+        max_ongoing_requests=_MOST_FRONT_REQUESTS,
+        graceful_shutdown_timeout_s=checked.shutdown_timeout_s,
+        graceful_shutdown_wait_loop_s=1,
+        max_surge_percent=100,
+    )
+    return front.bind(engines.bind(engine.values(), server), checked.max_body_bytes)
+
+
+def app(args: dict[str, Any]) -> serve.Application:
+    """The application of ``serve run bullet_graph.ray:app model=NAME …``; its arguments are those of deployment.
+
+    Raises:
+        ConfigError: there is no ``model``, or an argument is unknown or wrong.
+    """
+    if "model" not in args:
+        raise ConfigError("an argument `model` is required: serve run bullet_graph.ray:app model=NAME")
+    return deployment(**{name: _value(each) for name, each in args.items()})
+
+
+def _value(text: Any) -> Any:
+    """An argument's value: numbers and true come as texts."""
+    try:
+        return json.loads(text) if isinstance(text, str) else text
+    except ValueError:
+        return text
