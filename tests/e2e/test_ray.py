@@ -1,17 +1,27 @@
 """On Ray, real and on this machine: batches with two workers of the tiny model, and Ray Serve with two replicas."""
 
 import json
+import socket
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import httpx
 import psutil
 import pytest
 from cli_runner import parsed, refused, run
+from servers import serving
+
+import bullet_graph.ray
+from bullet_graph.errors import ConfigError
 
 ray = pytest.importorskip("ray", reason="needs the extra `ray`: pip install 'bullet-graph[ray]'")
+serve = pytest.importorskip("ray.serve", reason="needs the extra `ray`: pip install 'bullet-graph[ray]'")
+from bullet_graph.ray.replicas import PrefixHolders, Scaler, prefix_keys, ranked  # noqa: E402
 
 ENGINE = {"device": "cpu", "kv_cache_bytes": 4 << 20, "max_model_len": 512, "cpu_threads": 1, "max_num_seqs": 32}
 OPTIONS = (
@@ -26,8 +36,8 @@ pytestmark = pytest.mark.timeout(600)
 @pytest.fixture(scope="module", autouse=True)
 def here() -> Iterator[None]:
     """Ray on this machine, for all tests of the file."""
-    # More CPUs than there are: a batch takes two, Ray Serve three.
-    ray.init(num_cpus=6, include_dashboard=False, log_to_driver=False, object_store_memory=100 << 20)
+    # More CPUs than there are: a batch takes two, Ray Serve three, and one more while a replica is replaced.
+    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, object_store_memory=100 << 20)
     yield
     ray.shutdown()
 
@@ -139,3 +149,159 @@ def test_an_engine_that_cannot_start_ends_the_batch_with_its_message(tmp_path: P
         )
     )
     assert "nonesuch/model" in message
+
+
+def test_a_predictor_adds_columns_to_a_data_set() -> None:
+    prompts = [{"prompt": "The sea"}, {"prompt": ""}, {"prompt": "The sky"}]
+    rows = ray.data.from_items(prompts).map_batches(
+        bullet_graph.ray.BatchPredictor,
+        fn_constructor_kwargs={"model": "tiny", "request": {"max_tokens": 5, "ignore_eos": True}, **ENGINE},
+        batch_size=2,
+        compute=ray.data.ActorPoolStrategy(size=1),
+    )
+    found = {row["prompt"]: row for row in rows.take_all()}
+    assert found["The sea"]["completion_tokens"] == found["The sky"]["completion_tokens"] == 5
+    assert found["The sea"]["finish_reason"] == "length"
+    assert found["The sea"]["error"] == ""
+    assert "at least" in found[""]["error"]
+    assert found[""]["generated_text"] == ""
+
+
+# ---- Ray Serve ----
+
+
+def converse(url: str, number: int) -> int:
+    """One conversation of four turns, each after the answer before it; the tokens of prompts that were cached."""
+    said = [{"role": "system", "content": f"You are {number % 4}. " + "Answer briefly and kindly. " * 4}]
+    cached = 0
+    with httpx.Client(base_url=url, timeout=300) as client:
+        for turn in range(4):
+            said.append({"role": "user", "content": f"Question {turn} of conversation {number}?"})
+            request = {"messages": said, "max_tokens": 16, "temperature": 0, "ignore_eos": True}
+            answer = client.post("/v1/chat/completions", json=request)
+            assert answer.status_code == 200, answer.text
+            found = answer.json()
+            cached += found["usage"]["prompt_tokens_details"]["cached_tokens"]
+            said.append(found["choices"][0]["message"])
+    return cached
+
+
+def converse_together(url: str) -> int:
+    """Sixteen conversations, four at a time."""
+    with ThreadPoolExecutor(4) as threads:
+        return sum(threads.map(lambda number: converse(url, number), range(16)))
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    """Two replicas on Ray Serve."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    serve.start(http_options={"host": "127.0.0.1", "port": port})
+    application = bullet_graph.ray.app({"model": "tiny", "min_replicas": "2", **ENGINE})
+    serve.run(application, name="tiny", route_prefix="/")
+    yield f"http://127.0.0.1:{port}"
+    serve.shutdown()
+
+
+def test_two_replicas_find_the_prefixes_that_one_server_finds(url: str) -> None:
+    with serving("tiny", **ENGINE) as alone:
+        alone_cached = converse_together(alone.url)
+    assert alone_cached > 4000
+    assert converse_together(url) >= 0.9 * alone_cached
+
+
+def test_the_app_behind_ray_serve_is_the_servers(url: str) -> None:
+    with httpx.Client(base_url=url, timeout=120) as client:
+        assert client.get("/v1/models").json()["data"][0]["id"] == "tiny"
+        wrong = client.post("/v1/completions", json={"prompt": "a", "max_tokens": -1})
+        assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "max_tokens")
+        large = client.post("/v1/completions", content=b" " * (1 << 20) + b"{}")
+        assert large.status_code == 413
+        with client.stream("POST", "/v1/completions", json={"prompt": "a", "max_tokens": 8, "stream": True}) as stream:
+            lines = [line for line in stream.iter_lines() if line]
+    assert lines[-1] == "data: [DONE]"
+    assert len(lines) == 9
+
+
+def test_no_request_fails_while_a_replica_dies_and_is_replaced(url: str) -> None:
+    """The harder case than a restart: nobody drains a replica that is killed."""
+    statuses, stop = list[int](), threading.Event()
+
+    def ask(number: int) -> None:
+        with httpx.Client(base_url=url, timeout=300) as client:
+            while not stop.is_set():
+                request = {"prompt": f"{number}: ", "max_tokens": 40, "temperature": 0, "ignore_eos": True}
+                statuses.append(client.post("/v1/completions", json=request).status_code)
+
+    def replicas() -> set[int]:
+        found = psutil.Process().children(recursive=True)
+        return {
+            each.pid for each in found if any("EngineReplica" in word or "engine" in word for word in each.cmdline())
+        }
+
+    before = replicas()
+    assert len(before) == 2
+    with ThreadPoolExecutor(4) as threads:
+        asking = [threads.submit(ask, number) for number in range(4)]
+        time.sleep(1)
+        psutil.Process(min(before)).kill()
+        end_s = time.monotonic() + 300
+        while time.monotonic() < end_s and not (len(replicas()) == 2 and replicas() != before):
+            time.sleep(0.2)
+        time.sleep(1)
+        stop.set()
+        for each in asking:
+            each.result()
+    assert len(replicas() & before) == 1
+    assert set(statuses) == {200}
+
+
+# ---- what decides, without replicas ----
+
+
+def test_a_prefix_goes_where_it_is_held_unless_that_replica_is_busy() -> None:
+    system = "You answer briefly. " * 20
+    first, second = (json.dumps({"messages": [{"role": "user", "content": system + end}]}).encode() for end in "ab")
+    keys, others = prefix_keys(first), prefix_keys(second)
+    assert len(keys) == 6
+    assert keys == others, "they differ in the last characters, which fill no block"
+    assert prefix_keys(first.replace(b"{", b'{"cache_salt": "x", ', 1)) != keys
+    assert prefix_keys(b'{"prompt": [1, 2]}') == prefix_keys(b"no JSON") == prefix_keys(b"[]") == []
+    assert len(prefix_keys(json.dumps({"prompt": list(range(40))}).encode())) == 2
+
+    holders = PrefixHolders(most_blocks=8)
+    holders.add(keys[:3], "a")
+    holders.add(keys[:1], "b")
+    assert holders.depths(keys) == {"a": 3, "b": 1}
+    assert ranked("abc", holders.depths(keys), {"a": 4}, slack=4) == ["a", "b", "c"]
+    assert ranked("abc", holders.depths(keys), {"a": 5}, slack=4) == ["b", "c", "a"]
+    assert ranked("ab", {}, {"a": 1}, slack=4) == ["b", "a"]
+    holders.add([b"%d" % i for i in range(7)], "c")
+    assert holders.depths(keys) == {"a": 1, "b": 1}, "of eight blocks, the least recently used are forgotten"
+    holders.keep({"c"})
+    assert not holders.depths(keys)
+
+
+@pytest.mark.parametrize(
+    ("figures", "wanted"),
+    [
+        ({}, 3),
+        ({"waiting": {"a": 24, "b": 8}, "running": {"a": 10, "b": 10}, "predicted_ttft_ms": {"a": 0, "b": 0}}, 4),
+        ({"waiting": {"a": 0, "b": 0}, "running": {"a": 64, "b": 64}, "predicted_ttft_ms": {"a": 900, "b": 2100}}, 6),
+        ({"waiting": {"a": 0, "b": 0}, "running": {"a": 20, "b": 20}, "predicted_ttft_ms": {"a": 10, "b": 10}}, 1),
+        ({"waiting": {"a": 900, "b": 900}}, 8),
+    ],
+)
+def test_replicas_follow_the_largest_of_queue_ttft_and_use(figures: dict[str, Any], wanted: int) -> None:
+    scaler = Scaler(target_queue_len=16, target_ttft_ms=1000, max_num_seqs=100)
+    context = SimpleNamespace(aggregated_metrics=figures, current_num_replicas=4, target_num_replicas=3)
+    assert scaler(context)[0] == wanted
+
+
+def test_an_application_says_what_it_needs() -> None:
+    with pytest.raises(ConfigError, match="model"):
+        bullet_graph.ray.app({})
+    with pytest.raises(ConfigError, match="did you mean max_num_seqs"):
+        bullet_graph.ray.app({"model": "tiny", "max_num_seq": 3})
