@@ -131,8 +131,8 @@ def run_batch(
                 break  # the server's side fails on these rows: the next run tries again
             if left == before:
                 raise EngineDeadError(
-                    f"the workers died before they answered one of {len(left)} rows: their logs in Ray's folder tell "
-                    "why; the same command goes on"
+                    f"the workers wrote none of {len(left)} rows, as they died or their disk takes nothing: their logs "
+                    "in Ray's folder tell why; the same command goes on"
                 )
         target = output.finish(rows.custom_ids)
         seconds = time.monotonic() - began_s

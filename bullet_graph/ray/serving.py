@@ -8,7 +8,7 @@ from contextlib import suppress
 from typing import Any
 
 from ray import serve
-from ray.exceptions import RayError
+from ray.exceptions import RayError, RayTaskError
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
 from ray.serve.handle import DeploymentHandle
 from starlette.types import Message, Receive, Scope, Send
@@ -101,13 +101,20 @@ class Front:
     """Takes requests for the replicas: Serve's router sees a request's prompt only behind the first deployment."""
 
     def __init__(self, engines: DeploymentHandle, max_body_bytes: int) -> None:
+        self._app = _Forwarder(engines, max_body_bytes)
+
+    def __serve_build_asgi_app__(self) -> "_Forwarder":
+        return self._app
+
+
+class _Forwarder:
+    """The front's ASGI app."""
+
+    def __init__(self, engines: DeploymentHandle, max_body_bytes: int) -> None:
         self._engines = engines.options(method_name="asgi", stream=True)
         self._max_body_bytes = max_body_bytes
 
-    def __serve_build_asgi_app__(self) -> Any:
-        return self._answer
-
-    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
             while (message := await receive())["type"] != "lifespan.shutdown":
                 await send({"type": f"{message['type']}.complete"})
@@ -149,6 +156,8 @@ class Front:
                         begun = True
                         await send(message)
                 return
+            except RayTaskError:
+                raise  # not of the replica: of the request
             except RayError as error:
                 logger.warning("a replica failed on a request, attempt %d: %s", attempt, error)
                 told = ApiError(503, "the replica that served the request is gone: send it again", code="replica_gone")

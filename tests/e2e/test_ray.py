@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -80,17 +81,23 @@ def outputs(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "output.jsonl").read_text().splitlines()]
 
 
-def workers() -> list[psutil.Process]:
-    """The processes of a batch's actors."""
-    found = psutil.Process().children(recursive=True)
-    return [each for each in found if any("MapWorker" in word for word in each.cmdline())]
+def processes(title: str) -> list[psutil.Process]:
+    """Ray's processes here whose titles hold this."""
+    found = []
+    for each in psutil.Process().children(recursive=True):
+        with suppress(psutil.Error):  # it has ended meanwhile
+            if title in " ".join(each.cmdline()):
+                found.append(each)
+    return found
 
 
 def kill_one_worker(folder: Path, killed: list[int]) -> None:
     """Kill a worker when a quarter of the rows are there."""
     while not killed:
         time.sleep(0.02)
-        if sum(part.read_bytes().count(b"\n") for part in folder.glob("parts/*")) > 125 and (found := workers()):
+        if sum(part.read_bytes().count(b"\n") for part in folder.glob("parts/*")) > 125 and (
+            found := processes("MapWorker")
+        ):
             killed.append(found[0].pid)
             found[0].kill()
 
@@ -235,26 +242,23 @@ def test_no_request_fails_while_a_replica_dies_and_is_replaced(url: str) -> None
                 request = {"prompt": f"{number}: ", "max_tokens": 40, "temperature": 0, "ignore_eos": True}
                 statuses.append(client.post("/v1/completions", json=request).status_code)
 
-    def replicas() -> set[int]:
-        found = psutil.Process().children(recursive=True)
-        return {
-            each.pid for each in found if any("EngineReplica" in word or "engine" in word for word in each.cmdline())
-        }
-
-    before = replicas()
+    before = processes("ServeReplica:tiny:engine")
     assert len(before) == 2
     with ThreadPoolExecutor(4) as threads:
         asking = [threads.submit(ask, number) for number in range(4)]
-        time.sleep(1)
-        psutil.Process(min(before)).kill()
-        end_s = time.monotonic() + 300
-        while time.monotonic() < end_s and not (len(replicas()) == 2 and replicas() != before):
-            time.sleep(0.2)
-        time.sleep(1)
-        stop.set()
+        try:
+            time.sleep(1)
+            before[0].kill()
+            while len(now := processes("ServeReplica:tiny:engine")) != 2 or before[0] in now:
+                time.sleep(0.2)
+            num_before = len(statuses)
+            while len(statuses) < num_before + 20:
+                time.sleep(0.2)
+        finally:
+            stop.set()
         for each in asking:
             each.result()
-    assert len(replicas() & before) == 1
+    assert len(set(now) & set(before)) == 1
     assert set(statuses) == {200}
 
 
