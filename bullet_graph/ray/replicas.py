@@ -55,9 +55,12 @@ def _text(content: Any) -> str:
 
 
 class PrefixHolders:
-    """Which replicas have computed which prefixes, as far as requests tell; the least recently used are forgotten."""
+    """Which replicas have computed which prefixes, as far as requests tell.
 
-    def __init__(self, most_blocks: int = 1 << 20) -> None:
+    Blocks that were used least recently are forgotten, and the end of a prompt before its beginning.
+    """
+
+    def __init__(self, most_blocks: int = 1 << 18) -> None:
         self._holders: OrderedDict[bytes, set[Any]] = OrderedDict()
         self._most_blocks = most_blocks
 
@@ -65,18 +68,21 @@ class PrefixHolders:
         """The number of first blocks that each replica holds; those without one are left out."""
         depths: Counter[Any] = Counter()
         alive: set[Any] | None = None
+        used = 0
         for key in keys:
             found = self._holders.get(key, set())
             alive = set(found) if alive is None else alive & found
             if not alive:
                 break
-            self._holders.move_to_end(key)
+            used += 1
             depths.update(alive)
+        for key in reversed(keys[:used]):
+            self._holders.move_to_end(key)
         return depths
 
     def add(self, keys: Sequence[bytes], replica: Any) -> None:
         """Note that a replica computes a prompt."""
-        for key in keys:
+        for key in reversed(keys):
             self._holders.setdefault(key, set()).add(replica)
             self._holders.move_to_end(key)
         while len(self._holders) > self._most_blocks:
