@@ -162,7 +162,9 @@ class _Workers:
 
 def _pass(table: pa.Table, folder: Path, settings: Mapping[str, Any], workers: _Workers) -> Iterator[dict[str, Any]]:
     """Give each row to a worker once, and yield their reports. Rows of a worker that dies have none."""
-    size = max(1, min(_ROWS_PER_TASK, math.ceil(len(table) / (workers.number * _TASKS_PER_WORKER))))
+    # An engine takes longer to start than to answer a few rows.
+    number = min(workers.number, math.ceil(len(table) / _ROWS_PER_TASK))
+    size = min(_ROWS_PER_TASK, math.ceil(len(table) / (number * _TASKS_PER_WORKER)))
     # Enough to fill the engine, and one to go on with.
     ahead = min(math.ceil(settings.get("max_num_seqs", size) / size) + 1, _MOST_TASKS_AHEAD)
     tasks = ray.data.from_arrow([table.slice(begin, size) for begin in range(0, len(table), size)])
@@ -178,7 +180,7 @@ def _pass(table: pa.Table, folder: Path, settings: Mapping[str, Any], workers: _
             batch_format="pyarrow",
             fn_constructor_args=(str(folder.absolute()), dict(settings)),
             compute=ray.data.ActorPoolStrategy(
-                size=workers.number, max_tasks_in_flight_per_actor=ahead, max_concurrent_calls_per_actor=ahead
+                size=number, max_tasks_in_flight_per_actor=ahead, max_concurrent_calls_per_actor=ahead
             ),
             num_gpus=workers.gpus or None,
             num_cpus=None if workers.gpus else 1,

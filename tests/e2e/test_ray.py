@@ -1,5 +1,6 @@
 """On Ray, real and on this machine: batches with two workers of the tiny model, and Ray Serve with two replicas."""
 
+import asyncio
 import json
 import socket
 import threading
@@ -22,6 +23,7 @@ from bullet_graph.errors import ConfigError
 
 ray = pytest.importorskip("ray", reason="needs the extra `ray`: pip install 'bullet-graph[ray]'")
 serve = pytest.importorskip("ray.serve", reason="needs the extra `ray`: pip install 'bullet-graph[ray]'")
+from bullet_graph.ray.job import _Worker  # noqa: E402
 from bullet_graph.ray.replicas import PrefixHolders, Scaler, prefix_keys, ranked  # noqa: E402
 
 ENGINE = {"device": "cpu", "kv_cache_bytes": 4 << 20, "max_model_len": 512, "cpu_threads": 1, "max_num_seqs": 32}
@@ -38,7 +40,14 @@ pytestmark = pytest.mark.timeout(600)
 def here() -> Iterator[None]:
     """Ray on this machine, for all tests of the file."""
     # More CPUs than there are: a batch takes two, Ray Serve three, and one more while a replica is replaced.
-    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, object_store_memory=100 << 20)
+    # Processes that wait for work would take seconds of a core each.
+    ray.init(
+        num_cpus=4,
+        include_dashboard=False,
+        log_to_driver=False,
+        object_store_memory=100 << 20,
+        _system_config={"enable_worker_prestart": False, "prestart_worker_first_driver": False},
+    )
     yield
     ray.shutdown()
 
@@ -140,22 +149,21 @@ def test_a_worker_dies_and_each_row_is_there_once_and_a_restart_skips_what_is_wr
     assert "differs in input" in refused(run(*command[:2], write(tmp_path / "other.jsonl", rows[:9]), *command[3:]))
 
 
-def test_an_engine_that_cannot_start_ends_the_batch_with_its_message(tmp_path: Path) -> None:
+def test_an_engine_that_cannot_start_ends_the_batch_with_its_message(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def one_report(table: Any, folder: Path, settings: dict[str, Any], _: object) -> Iterator[dict[str, Any]]:
+        yield from asyncio.run(_Worker(str(folder), settings)(table)).to_pylist()
+
+    monkeypatch.setattr("bullet_graph.ray.job._pass", one_report)
     source = write(tmp_path / "in.jsonl", [{"prompt": "a"}])
-    message = refused(
-        run(
-            "batch",
-            "--input",
-            source,
-            "--output",
-            str(tmp_path / "out"),
-            "--model",
-            "nonesuch/model",
-            "--device",
-            "cpu",
-        )
-    )
-    assert "nonesuch/model" in message
+    model = ("--model", str(tmp_path / "nonesuch"), "--device", "cpu")
+    message = refused(run("batch", "--input", source, "--output", str(tmp_path / "out"), *model))
+    assert "a worker cannot start its engine" in message
+    assert "nonesuch" in message
+    monkeypatch.setattr("bullet_graph.ray.job._pass", lambda *_: iter(()))
+    message = refused(run("batch", "--input", source, "--output", str(tmp_path / "out"), *model))
+    assert "the workers wrote none of 1 rows" in message
 
 
 def test_a_predictor_adds_columns_to_a_data_set() -> None:
