@@ -40,14 +40,7 @@ pytestmark = pytest.mark.timeout(600)
 def here() -> Iterator[None]:
     """Ray on this machine, for all tests of the file."""
     # More CPUs than there are: a batch takes two, Ray Serve three, and one more while a replica is replaced.
-    # Processes that wait for work would take seconds of a core each.
-    ray.init(
-        num_cpus=4,
-        include_dashboard=False,
-        log_to_driver=False,
-        object_store_memory=100 << 20,
-        _system_config={"enable_worker_prestart": False, "prestart_worker_first_driver": False},
-    )
+    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, object_store_memory=100 << 20)
     yield
     ray.shutdown()
 
