@@ -285,8 +285,8 @@ def _file_lines(sources: Sequence[Source]) -> Iterator[str]:
         if source.command:
             yield f"- `{source.name}` ({source.date[:10] or 'no date'}): {source.command}"
     for text, is_comparison in (("Settings alone", True), ("Neither", False)):
-        names = (f"`{s.name}`" for s in sources if not s.command and s.is_comparison is is_comparison)
-        yield f"\n{text}: {', '.join(names)}."
+        if names := [f"`{s.name}`" for s in sources if not s.command and s.is_comparison is is_comparison]:
+            yield f"\n{text}: {', '.join(names)}."
 
 
 # ---- plots ----

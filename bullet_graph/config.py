@@ -224,6 +224,9 @@ class EngineConfig:
         "checkpoint's scales if it has any.",
     )
     device: DeviceName = setting("auto", "Where to run; auto: the GPU if there is one.")
+    tensor_parallel_size: int = setting(
+        1, "Ranks that share the model, each a process with its own GPU; must divide the query heads.", minimum=1
+    )
     policy: Policy = setting(
         Policy("mixed"),
         "How prefill and decode share the device. CHUNK: most tokens of one forward; NUM_SMS: SMs of the decode "
@@ -307,7 +310,7 @@ class EngineConfig:
     )
     kv_cache_bytes: int | None = setting(
         None,
-        "Size of the KV cache, such as 8GiB.",
+        "Size of the KV cache, on each rank, such as 8GiB.",
         metavar="SIZE",
         no_value="what memory is left",
         minimum=1,

@@ -90,6 +90,10 @@ class EngineDeadError(BulletGraphError, RuntimeError):
     """The engine was shut down, or failed earlier; the original error is the cause."""
 
 
+class RankError(BulletGraphError, RuntimeError):
+    """A rank of tensor parallelism failed, ended or hangs; the message names it. The engine cannot go on."""
+
+
 def first_problem(error: "ValidationError") -> str:
     """The first of the problems that pydantic found in a record: the field, what was required and what was found."""
     problem = error.errors()[0]

@@ -205,7 +205,7 @@ def main(
 ) -> None:
     """Measure every batch size, and profile some."""
     config = in_formats(PRESETS[model], quantization=None, kv_cache_dtype=kv_cache_dtype)
-    copy_gb_per_s = round(measure_copy_gb_per_s("cuda"), 1)
+    copy_gb_per_s = measure_copy_gb_per_s("cuda")
     torch.cuda.empty_cache()
     points = [ProfilePoint("decode", batch_size=count, context_tokens=context) for count in sorted(rows)[::-1]]
     report: dict[str, Any] = {

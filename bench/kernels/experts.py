@@ -23,6 +23,8 @@ from bullet_graph.models.layers import Mixture
 from bullet_graph.models.presets import PRESETS
 from bullet_graph.models.weights import fill_dummy, skewed_router_bias, zero_weights
 
+WAYS = ("engine,grouped_mm,cutlass", "engine,grouped_mm", "engine")
+
 
 def ways(x: Tensor, logits: Tensor, experts: Experts) -> dict[str, Run]:
     gate_up, down, top_k = experts.gate_up.weight, experts.down.weight, experts.top_k
@@ -50,7 +52,7 @@ def ways(x: Tensor, logits: Tensor, experts: Experts) -> dict[str, Run]:
 @click.command(cls=GpuCommand)
 @click.option("--model", type=click.Choice([n for n, m in PRESETS.items() if m.num_experts]), default="qwen3-30b-a3b")
 @click.option("--tokens", default="1,4,16,64,128,256,512,2048,8192", show_default=True, callback=parse_counts)
-@click.option("--ways", "wanted", default="engine,grouped_mm,cutlass", show_default=True)
+@click.option("--ways", "wanted", type=click.Choice(WAYS), default=WAYS[0], show_default=True)
 @output_option
 def main(model: str, tokens: tuple[int, ...], wanted: str, output_json: Path) -> None:
     """Measure the experts of one layer of a model."""

@@ -178,9 +178,9 @@ def engine_arguments(setup: Setup, folder: Path) -> dict[str, Any]:
     is_dummy = setup.load_format == "dummy" or (setup.load_format == "auto" and found.folder is None)
     if found.folder is None:
         write_model_folder(folder, found.config)
-    if is_dummy and found.config.fp8 is not None and found.folder is None:
-        write_weights(folder, found.config, setup.seed)
-        is_dummy = False
+        if is_dummy and found.config.fp8 is not None:
+            write_weights(folder, found.config, setup.seed)
+            is_dummy = False
     return {
         "model": str(found.hub_id or found.folder or folder),
         "load_format": "dummy" if is_dummy else "auto",

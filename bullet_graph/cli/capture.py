@@ -45,7 +45,7 @@ cache_dir_option = click.option(
 
 
 @click.command()
-@engine_options(max_num_seqs=256, without=("trace_decisions", "capture_cache", "self_check"))
+@engine_options(max_num_seqs=256, without=("trace_decisions", "capture_cache", "self_check", "tensor_parallel_size"))
 @cache_dir_option
 @json_option
 def build(config: EngineConfig, store: CaptureStore, as_json: bool) -> None:

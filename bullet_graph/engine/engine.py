@@ -29,10 +29,10 @@ from bullet_graph.planner.options import Corrections
 from bullet_graph.planner.planner import Planner
 from bullet_graph.planner.slack import PREPARE_MS
 from bullet_graph.planner.tuning import TUNING
-from bullet_graph.runtime.build import build_executor
 from bullet_graph.runtime.executor import Executor
 from bullet_graph.runtime.memory import MemoryLedger, held_tokens
 from bullet_graph.runtime.resolve import check_fork, default_sampling_params, load_tokenizer, resolve
+from bullet_graph.runtime.tensor_parallel import build_on_ranks
 from bullet_graph.sampling_params import SamplingParams
 from bullet_graph.slo import NO_TARGETS, Slo
 
@@ -41,10 +41,10 @@ _IMPORTED_PID = os.getpid()
 
 
 class Engine:
-    """An LLM inference engine in this process, on one device.
+    """An LLM inference engine in this process, on one device, or with ``tensor_parallel_size`` on several.
 
     It installs no signal handlers, changes no global logging, environment or torch defaults, and starts no
-    process. Not thread-safe: use :class:`AsyncEngine` from several threads or tasks.
+    process but those of further ranks. Not thread-safe: use :class:`AsyncEngine` from several threads or tasks.
 
     Args:
         model: a Hugging Face model folder, a hub id such as ``Qwen/Qwen3-0.6B``, or a preset's name.
@@ -81,7 +81,7 @@ class Engine:
             self.tokenizer = load_tokenizer(runtime)
         self.default_sampling_params = default_sampling_params(config, runtime)
         try:
-            built = build_executor(
+            built = build_on_ranks(
                 config, runtime, progress=use_tqdm, on_ledger=on_ledger or (lambda _: None), clock=start
             )
         except BaseException as error:
@@ -257,7 +257,8 @@ class Engine:
         """Launch work, wait until one launch is over or ``until_s`` of :meth:`now`, and return the new outputs.
 
         Raises EngineDeadError if the engine was shut down, or the device has failed (the error is its cause). All
-        requests are then lost; so they are after KeyboardInterrupt or another interrupt, but the engine can go on.
+        requests are then lost; so they are after KeyboardInterrupt or another interrupt, but the engine can go on;
+        with several ranks, not if one of their launches was interrupted.
         """
         executor = self._alive()
         outputs, self._aborted = self._aborted, []

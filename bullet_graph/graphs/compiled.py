@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,9 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from bullet_graph.kernels.fp8 import FP8, Quantized
-from bullet_graph.kernels.ops import Experts, Linear, TorchOps
+from bullet_graph.kernels.ops import Experts, HeadNorms, Linear, TorchOps
 from bullet_graph.models.decoder import Decoder
-from bullet_graph.models.layers import LayerFunctions, attention_input, attention_output
+from bullet_graph.models.layers import LayerFunctions, attention_input, attention_output, mlp_part
 
 _MOST_COMPILED = 64
 """Versions of a part that a process keeps, of all its models and settings; Dynamo's own limit is 8."""
@@ -178,7 +179,8 @@ def compiled_functions(
 ) -> LayerFunctions:
     """Layer functions whose two parts are compiled once, for 2 to ``max_rows`` rows.
 
-    ``fused`` are the operations of the parts, ``between`` those between them.
+    ``fused`` are the operations of the parts, ``between`` those between them: with several ranks, the collectives
+    too, so that the second part is :func:`~bullet_graph.models.layers.mlp_part`.
     """
 
     def compiled_input(*arguments: Any) -> tuple[Tensor, Tensor]:
@@ -187,15 +189,40 @@ def compiled_functions(
     def compiled_output(*arguments: Any) -> tuple[Tensor, Tensor]:
         return attention_output(fused, *arguments)
 
+    def compiled_mlp(*arguments: Any) -> tuple[Tensor, Tensor]:
+        return mlp_part(fused, *arguments)
+
     config, layer = decoder.config, decoder.weights.layers[0]
     x, residual, attended = (
         decoder.weights.embed.new_zeros(max_rows, width)
         for width in (config.hidden_size, config.hidden_size, config.q_size)
     )
     eps = config.rms_norm_eps
+    if between.communicator is not None:
+        norm, qkv, _ = layer.input_weights
+        _, attended_norm, mlp_norm, mlp, _, multiplier = layer.output_weights
+        first = LayerPart("attention_input", compiled_input, (x, residual), (norm, qkv, None, eps))
+        weights = (attended_norm, mlp_norm, mlp, multiplier, eps)
+        return _around_collectives(
+            between, compiler(first), compiler(LayerPart("mlp", compiled_mlp, (x, residual), weights))
+        )
     first = LayerPart("attention_input", compiled_input, (x, residual), (*layer.input_weights, eps))
     second = LayerPart("attention_output", compiled_output, (attended, residual), (*layer.output_weights, eps))
     return LayerFunctions(between, compiler(first), compiler(second))
+
+
+def _around_collectives(ops: TorchOps, project: CompiledPart, mlp: CompiledPart) -> LayerFunctions:
+    """Layer functions of a rank: sums over ranks, and norms that need one, are launched between compiled parts."""
+
+    def ranked_input(
+        x: Tensor, residual: Tensor, norm: Tensor | None, qkv: Linear, norms: HeadNorms | None, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        projected, residual = project(x, residual, norm, qkv, None, eps)
+        if norms is not None:
+            ops.spanning_norms_(projected, norms)
+        return projected, residual
+
+    return LayerFunctions(ops, ranked_input, partial(attention_output, ops, between=mlp))
 
 
 # ---- kernels inside compiled parts ----

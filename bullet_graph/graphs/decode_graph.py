@@ -10,6 +10,7 @@ from torch import Tensor
 from bullet_graph.errors import ConfigError
 from bullet_graph.graphs.compiled import PartCompiler, TritonNormOps, compile_now, compiled_functions
 from bullet_graph.graphs.key import GraphKey, batch_size_buckets, smallest_holding
+from bullet_graph.kernels.communicator import Communicator
 from bullet_graph.kernels.decode_attention import DecodeBatch, PlannedDecode, TritonDecodeAttention, window_indptr
 from bullet_graph.kernels.gpu import Gpu, captured, fitting_blas
 from bullet_graph.kernels.memory import Uploader
@@ -62,11 +63,18 @@ class DecodeGraphs:
     """
 
     def __init__(
-        self, decoder: Decoder, state: SamplingState, *, max_batch_size: int, compiler: PartCompiler = compile_now
+        self,
+        decoder: Decoder,
+        state: SamplingState,
+        *,
+        max_batch_size: int,
+        compiler: PartCompiler = compile_now,
+        communicator: Communicator | None = None,
     ) -> None:
         self._decoder = decoder
         self._compiler = compiler
-        self._one_row = eager_functions(TritonOps())
+        self._ops = TritonOps(communicator=communicator)
+        self._one_row = eager_functions(self._ops)
         self._several_rows: LayerFunctions | None = None
         device = decoder.cos_sin.device
         self._attention = TritonDecodeAttention(
@@ -132,7 +140,7 @@ class DecodeGraphs:
             return self._one_row
         if self._several_rows is None:
             self._several_rows = compiled_functions(
-                self._decoder, TritonOps(), TritonNormOps(), self.batch_sizes[-1], self._compiler
+                self._decoder, self._ops, TritonNormOps(), self.batch_sizes[-1], self._compiler
             )
         return self._several_rows
 
@@ -179,7 +187,7 @@ class DecodeGraphs:
         functions = self._functions_for(rows)
         with fitting_blas(rows, num_sms):
             hidden = self._decoder.run_layers(
-                self._decoder.embed(self._state.last_token[step.slots]),
+                self._decoder.embed(self._state.last_token[step.slots], functions.ops),
                 step.positions,
                 step.kv_slots,
                 step.attention,

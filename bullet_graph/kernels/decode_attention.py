@@ -52,8 +52,10 @@ def default_settings(config: DecoderShape, *, whole_gpu: bool = True) -> DecodeK
     """Settings for a model in a 16-bit dtype: as many key heads per tile as have at most 16 query heads.
 
     With all SMs, two programs per SM saturate the memory; three are 1 to 3 % slower. On a part of the SMs, three are
-    14 % faster (bench/results/h200/decode_attention.json). Over FP8, twice as many programs with half the warps are
-    faster: 64 rows take 48 instead of 57 µs, on 64 SMs 48 instead of 61 (bench/LOG.md).
+    14 % faster (bench/results/h200/decode_attention.json).
+
+    Over an FP8 cache, programs have two warps. 64 rows take 48 instead of 57 µs, on 64 SMs 48 instead of 80
+    (bench/LOG.md).
     """
     group = config.num_heads // config.num_kv_heads
     fitting = (n for n in (16, 8, 4, 2, 1) if config.num_kv_heads % n == 0 and n * group <= _LEAST_Q_BLOCK)

@@ -97,8 +97,8 @@ def load_module(spec: ModuleSpec, library: Path | None = None) -> Any:
 def cached_modules(gpu: Gpu, dtype: torch.dtype, shape: DecoderShape) -> dict[int | None, ModuleSpec]:
     """The module of each window of the model's layers, for rows that attend to the cache; None: without a window.
 
-    fa3 on Hopper, fa2 elsewhere. Over FP8 keys, fa3 takes FP8 queries. On an H200 that is 2.2 to 4.5 times as fast as
-    fa2 with 16-bit ones; against keys before rounding, errors are 5.3 instead of 3.8 % (bench/LOG.md).
+    fa3 on Hopper, fa2 elsewhere. Over FP8 keys, fa3 takes FP8 queries, and is 2.2 to 4.5 times as fast as fa2. Its
+    outputs differ from those of 16-bit keys by 5.3 %, fa2's by 3.8 % (H200, bench/LOG.md).
     """
     backend: Backend = "fa3" if gpu.is_hopper else "fa2"
     plain = ModuleSpec(backend, dtype, shape.head_dim, fp8_kv=shape.fp8_kv)

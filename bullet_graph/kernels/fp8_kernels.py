@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from bullet_graph.kernels import fp8
+from bullet_graph.kernels.triton_kernels import act_and_mul, rms_norm
 
 _MAX = tl.constexpr(fp8.FP8_MAX)
 _LEAST_AMAX = tl.constexpr(fp8.LEAST_AMAX)
@@ -16,8 +17,8 @@ _IS_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 @triton.jit
 def fp8_to_half(x):
-    """FP8 as fp16, exactly. Triton's own conversion is the same, but before a product it makes shared memory be read
-    byte by byte."""
+    """FP8 as fp16, exactly, two numbers an instruction: decode attention is faster than with Triton's own conversion
+    (bench/LOG.md)."""
     if _IS_INTERPRETED:
         return x.to(tl.float16)
     else:
@@ -80,9 +81,7 @@ def add_rms_norm_quantize_kernel(
     residual = tl.load(residual_ptr + row * hidden_size + columns, mask=inside, other=0.0)
     summed = (x.to(tl.float32) + residual.to(tl.float32)).to(x.dtype)
     tl.store(summed_ptr + row * hidden_size + columns, summed, mask=inside)
-    wide = summed.to(tl.float32)
-    scale = tl.rsqrt(tl.sum(tl.sum(wide * wide, axis=1), axis=0) / hidden_size + eps)
-    normed = ((wide * scale).to(weight.dtype).to(tl.float32) * weight.to(tl.float32)).to(x.dtype)
+    normed = rms_norm(summed, weight, hidden_size, eps)
     _store_quantized(normed, values_ptr, scales_ptr, row, columns, hidden_size, GROUP)
 
 
@@ -94,11 +93,7 @@ def act_and_mul_quantize_kernel(
     row = tl.program_id(0).to(tl.int64)
     columns = _columns(BLOCK, GROUP)
     inside = columns < intermediate_size
-    gate_ptr = gate_up_ptr + row * 2 * intermediate_size
-    gate = tl.load(gate_ptr + columns, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(gate_ptr + intermediate_size + columns, mask=inside, other=0.0)
-    slope = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate) if GELU else gate
-    out = (gate * tl.sigmoid(slope) * up.to(tl.float32)).to(up.dtype)
+    out = act_and_mul(gate_up_ptr + row * 2 * intermediate_size, intermediate_size, columns, inside, GELU)
     _store_quantized(out, values_ptr, scales_ptr, row, columns, intermediate_size, GROUP)
 
 

@@ -6,6 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from bullet_graph.kernels.communicator import Communicator
 from bullet_graph.kernels.fp8 import FP8, Quantized, linear_fp8, quantize, saturated
 
 KeysValues = tuple[Tensor, Tensor]
@@ -71,7 +72,17 @@ class Experts(NamedTuple):
 
 
 class TorchOps:
-    """The reference; Triton's operations derive from it."""
+    """The reference; Triton's operations derive from it.
+
+    With tensor parallelism, all but the collectives compute a rank's part; without, ``communicator`` is None.
+    """
+
+    def __init__(self, communicator: Communicator | None = None) -> None:
+        self.communicator = communicator
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """Add up all ranks' tensors, in place."""
+        return x if self.communicator is None or not x.numel() else self.communicator.all_reduce(x)
 
     @staticmethod
     def add_rms_norm(
@@ -113,6 +124,19 @@ class TorchOps:
     def rms_norm_(x: Tensor, weight: Tensor, eps: float) -> None:
         """Norm rows [rows, width] in place; they may be strided."""
         x.copy_(_rms_norm(x, weight, eps))
+
+    def spanning_norms_(self, qkv: Tensor, norms: HeadNorms) -> None:
+        """Norm all query heads together, and all key heads, of [rows, q_size + 2 * kv_size] in place."""
+        queries, keys, _ = qkv.split((len(norms.q), len(norms.k), len(norms.k)), dim=1)
+        if self.communicator is None:
+            self.rms_norm_(queries, norms.q, norms.eps)
+            self.rms_norm_(keys, norms.k, norms.eps)
+            return
+        # Ranks have equally many heads, and hold each key head equally often: the mean is that of their means.
+        means = torch.stack([part.float().pow(2).mean(-1) for part in (queries, keys)])
+        means = self.all_reduce(means) / self.communicator.num_ranks
+        for part, weight, mean in zip((queries, keys), norms[:2], means, strict=True):
+            part.copy_(_rms_norm(part, weight, norms.eps, mean[:, None]))
 
     @staticmethod
     def act_and_mul(gate_up: Tensor, gelu: bool = False) -> Tensor:
@@ -191,13 +215,14 @@ def route(logits: Tensor, top_k: int, *, renormalize: bool) -> tuple[Tensor, Ten
     return (weights / weights.sum(-1, keepdim=True) if renormalize else weights), chosen
 
 
-def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def _rms_norm(x: Tensor, weight: Tensor, eps: float, mean_square: Tensor | None = None) -> Tensor:
     """Root-mean-square norm over the last dimension, in float32 inside (Zhang and Sennrich 2019).
 
     Rounded before it is weighted, but for weights in float32.
     """
     wide = x.float()
-    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    mean_square = wide.pow(2).mean(-1, keepdim=True) if mean_square is None else mean_square
+    wide = wide * torch.rsqrt(mean_square + eps)
     return (wide.to(weight.dtype) * weight).to(x.dtype)
 
 

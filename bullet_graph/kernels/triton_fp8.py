@@ -9,15 +9,14 @@ from bullet_graph.kernels.fp8 import FP8, Quantized
 from bullet_graph.kernels.ops import Linear, TorchOps
 from bullet_graph.perf.roofline import FP8_BLOCK
 
-GEMV_BLOCK = 4096
-_FP8_GEMV_BLOCK = 2048
-GEMV_LEAST_BLOCK = 128
+_GEMV_LEAST_BLOCK, _GEMV_BLOCK = 128, 2048
 
-# Measured on an H200 with llama-3.1-8b's shapes (bench/LOG.md): 64 rows of down take 21 instead of 37 µs.
 _MOST_OWN_ROWS, _OWN_OUTPUTS = 256, 2**21
-"""Up to so many rows, and below so many outputs, the Triton product is faster than torch's."""
+"""The Triton product is used up to so many rows and below so many outputs.
+
+Measured on an H200 with llama-3.1-8b's shapes (bench/LOG.md): 64 rows of down take 20 instead of 37 µs."""
 _WIDE = 16384
-"""From so many features on, tiles of the output are enough for all SMs."""
+"""From so many output features on, there are tiles enough for all SMs."""
 
 
 def new_quantized(like: Tensor, rows: int, width: int, group: int) -> tuple[Quantized, dict[str, int]]:
@@ -44,14 +43,24 @@ def quantize(x: Tensor, group: int) -> Quantized:
     return out
 
 
-def linear_fp8(x: Quantized, linear: Linear, scale: Tensor, out: Tensor | None) -> Tensor:
+def gemv_block(in_features: int, most: int) -> int:
+    """Columns of a block of a one-row product, which divide ``in_features``, a power of two up to ``most``.
+
+    0 where a block would be too small: the product is left to the kernels of several rows.
+    """
+    block = min(in_features & -in_features, most)
+    return block if block >= _GEMV_LEAST_BLOCK else 0
+
+
+def linear_fp8(x: Quantized, linear: Linear, out: Tensor | None) -> Tensor:
     """The product for this number of rows and these scales."""
-    weight, bias, _, group = linear
+    weight, bias, scale, group = linear
+    assert scale is not None
     assert group is not None
     out_features, in_features = weight.shape
     channels = 1 if len(scale) == out_features else FP8_BLOCK
-    block = min(in_features & -in_features, _FP8_GEMV_BLOCK)
-    if len(x.values) == 1 and block >= GEMV_LEAST_BLOCK:
+    block = gemv_block(in_features, _GEMV_BLOCK)
+    if len(x.values) == 1 and block:
         if out is None:
             out = x.values.new_empty(1, out_features, dtype=x.dtype)
         fp8_kernels.gemv_fp8_kernel[(out_features,)](

@@ -37,14 +37,15 @@ def add_rms_norm_kernel(x_ptr, residual_ptr, weight_ptr, normed_ptr, summed_ptr,
     # The sum is rounded before the norm: the next layer adds to the rounded sum.
     summed = (x.to(tl.float32) + residual.to(tl.float32)).to(x.dtype)
     tl.store(summed_ptr + row + columns, summed, mask=inside)
-    tl.store(normed_ptr + row + columns, _rms_norm(summed, weight, hidden_size, eps), mask=inside)
+    tl.store(normed_ptr + row + columns, rms_norm(summed, weight, hidden_size, eps), mask=inside)
 
 
 @triton.jit
-def _rms_norm(x, weight, size, eps):
-    """A row's norm, rounded to the weight's dtype before it is weighted."""
+def rms_norm(x, weight, size, eps):
+    """The norm of a row, [columns] or [groups, columns], rounded to the weight's dtype before it is weighted."""
     wide = x.to(tl.float32)
-    scale = tl.rsqrt(tl.sum(wide * wide, axis=0) / size + eps)
+    squares = tl.sum(wide * wide, axis=1) if len(x.shape) == 2 else wide * wide
+    scale = tl.rsqrt(tl.sum(squares, axis=0) / size + eps)
     return ((wide * scale).to(weight.dtype).to(tl.float32) * weight.to(tl.float32)).to(x.dtype)
 
 
@@ -55,21 +56,27 @@ def rms_norm_kernel(x_ptr, weight_ptr, width, stride, eps, BLOCK: tl.constexpr):
     inside = columns < width
     at = x_ptr + tl.program_id(0).to(tl.int64) * stride + columns
     weight = tl.load(weight_ptr + columns, mask=inside, other=0.0)
-    tl.store(at, _rms_norm(tl.load(at, mask=inside, other=0.0), weight, width, eps), mask=inside)
+    tl.store(at, rms_norm(tl.load(at, mask=inside, other=0.0), weight, width, eps), mask=inside)
+
+
+@triton.jit
+def act_and_mul(gate_ptr, intermediate_size, columns, inside, GELU: tl.constexpr):
+    """silu(gate) * up, or gelu(gate) * up in the tanh approximation, at columns of a row whose gate starts there."""
+    gate = tl.load(gate_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(gate_ptr + intermediate_size + columns, mask=inside, other=0.0)
+    # (1 + tanh(z)) / 2 = sigmoid(2 z), with z = √(2 / π) (gate + 0.044715 gate³) (Hendrycks and Gimpel 2016).
+    slope = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate) if GELU else gate
+    return (gate * tl.sigmoid(slope) * up.to(tl.float32)).to(up.dtype)
 
 
 @triton.jit
 def act_and_mul_kernel(gate_up_ptr, out_ptr, intermediate_size, GELU: tl.constexpr, BLOCK: tl.constexpr):
-    """One block of one row a program: silu(gate) * up, or gelu(gate) * up in the tanh approximation."""
+    """One block of one row a program."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < intermediate_size
-    gate = tl.load(gate_up_ptr + row * 2 * intermediate_size + columns, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(gate_up_ptr + row * 2 * intermediate_size + intermediate_size + columns, mask=inside, other=0.0)
-    # (1 + tanh(z)) / 2 = sigmoid(2 z), with z = √(2 / π) (gate + 0.044715 gate³) (Hendrycks and Gimpel 2016).
-    slope = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate) if GELU else gate
-    out = gate * tl.sigmoid(slope) * up.to(tl.float32)
-    tl.store(out_ptr + row * intermediate_size + columns, out.to(up.dtype), mask=inside)
+    out = act_and_mul(gate_up_ptr + row * 2 * intermediate_size, intermediate_size, columns, inside, GELU)
+    tl.store(out_ptr + row * intermediate_size + columns, out, mask=inside)
 
 
 @triton.jit

@@ -8,15 +8,17 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from bullet_graph.kernels import fp8_kernels, triton_kernels
+from bullet_graph.kernels.communicator import Communicator
 from bullet_graph.kernels.fp8 import FP8, Quantized
 from bullet_graph.kernels.gpu import Gpu
 from bullet_graph.kernels.ops import Experts, HeadNorms, KeysValues, Linear, RowInputs, TorchOps
 from bullet_graph.kernels.sampler import SamplingState
-from bullet_graph.kernels.triton_fp8 import GEMV_BLOCK, GEMV_LEAST_BLOCK, linear_fp8, new_quantized, quantize
+from bullet_graph.kernels.triton_fp8 import gemv_block, linear_fp8, new_quantized, quantize
 from bullet_graph.kernels.triton_moe import experts_output
 
 _HEADS_BLOCK = 16
 _VOCAB_BLOCK = 4096
+_GEMV_BLOCK = 4096
 
 FUSED_SWIGLU_MIN_ROWS = 640
 """The fused SwiGLU product is used from this number of rows on.
@@ -46,7 +48,8 @@ class TritonOps(TorchOps):
     ``gpu`` is for streams that have all of its SMs; without it, no kernel runs whose grid is laid out for all SMs.
     """
 
-    def __init__(self, gpu: Gpu | None = None) -> None:
+    def __init__(self, gpu: Gpu | None = None, communicator: Communicator | None = None) -> None:
+        super().__init__(communicator)
         self._fused_swiglu_sms = gpu.num_sms if gpu is not None and gpu.is_hopper else 0
 
     @staticmethod
@@ -96,11 +99,11 @@ class TritonOps(TorchOps):
         weight, bias, scale, _ = linear
         if scale is not None:
             assert isinstance(x, Quantized)
-            return linear_fp8(x, linear, scale, out)
+            return linear_fp8(x, linear, out)
         assert isinstance(x, Tensor)
         out_features, in_features = weight.shape
-        block = min(in_features & -in_features, GEMV_BLOCK)  # the largest power of two that divides it
-        if len(x) != 1 or block < GEMV_LEAST_BLOCK:
+        block = gemv_block(in_features, _GEMV_BLOCK)
+        if len(x) != 1 or not block:
             return TorchOps.linear(x, linear, out)
         if out is None:
             out = x.new_empty(1, out_features)

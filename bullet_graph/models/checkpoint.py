@@ -19,6 +19,7 @@ from bullet_graph.errors import CheckpointError, UnsupportedModelError
 from bullet_graph.kernels.memory import PinnedRing
 from bullet_graph.models.config import ModelConfig
 from bullet_graph.models.json_files import read_json_object
+from bullet_graph.models.sharding import Part, part_of
 from bullet_graph.models.weights import (
     ModelWeights,
     checkpoint_views,
@@ -61,9 +62,11 @@ class _StoredTensor:
     shape: tuple[int, ...]
     element_type: str
 
-    def read(self, name: str) -> Tensor:
-        """The tensor, memory-mapped; its pages are read when they are copied."""
+    def read(self, name: str, part: Part | None) -> Tensor:
+        """The tensor, memory-mapped, whose pages are read when they are copied; or a part of it."""
         with _file_errors(f"{self.path}: tensor {name} cannot be read"):
+            if part is not None:
+                return part.of(self.file.get_slice(name))
             tensor: Tensor = self.file.get_tensor(name)
             return tensor
 
@@ -78,9 +81,9 @@ class Checkpoint:
 
     @property
     def num_bytes(self) -> int:
-        """Stored bytes of all tensors that are loaded."""
-        loaded = (self.tensors[name] for name in weight_shapes(self.config))
-        return sum(math.prod(tensor.shape) * _ELEMENT_BYTES[tensor.element_type] for tensor in loaded)
+        """Stored bytes of all tensors, or parts of them, that are loaded."""
+        shapes = weight_shapes(self.config)
+        return sum(math.prod(shapes[name]) * _ELEMENT_BYTES[self.tensors[name].element_type] for name in shapes)
 
     def fill(self, weights: ModelWeights) -> Iterator[int]:
         """Copy the tensors into ``weights``, converting their types, and yield the bytes of each piece.
@@ -94,35 +97,38 @@ class Checkpoint:
         for name in sorted(weight_shapes(self.config), key=lambda name: self.tensors[name].path):
             stored = self.tensors[name]
             element_bytes = _ELEMENT_BYTES[stored.element_type]
-            source, scales = held(self.config, name, stored.read(name)), views.get(scale_name(name))
+            source = held(self.config, name, stored.read(name, part_of(self.config, name, stored.shape)))
+            scales = views.get(scale_name(name))
             if scales is not None and stored.element_type != _FP8:
                 copied = _copy_quantized(source, views[name], scales, ring)
             else:
-                copied = _copy(source, views[name], ring)
+                # The last rank's vocabulary may be shorter.
+                copied = _copy(source, views[name][: len(source)], ring)
             for num_elements in copied:
                 yield num_elements * element_bytes
             if scales is not None and stored.element_type == _FP8:
-                scales.copy_(held(self.config, scale_name(name), self._scales(name, scales)))
+                scales.copy_(held(self.config, scale_name(name), self._scales(name)))
             if self.config.norm_plus_one and name.endswith("norm.weight"):
                 views[name].add_(1.0)
         if self.config.fp8_kv:
             for index, layer in enumerate(weights.layers):
                 scale_cached(self.config, layer, self._cached_scale(index, "k"), self._cached_scale(index, "v"))
 
-    def _scales(self, name: str, like: Tensor) -> Tensor:
-        """The scales of a weight as they are held: one of a whole tensor is every channel's."""
-        scale_name = stored_scale(self.tensors, name)
-        assert scale_name is not None
-        scales = self.tensors[scale_name].read(scale_name).float()
-        if len(like) != self.tensors[name].shape[0]:
-            return scales
-        return scales.reshape(-1, 1).expand(self.tensors[name].shape[0], 1)
+    def _scales(self, name: str) -> Tensor:
+        """The scales of a weight's part: one of a whole tensor is every channel's."""
+        stored_name = stored_scale(self.tensors, name)
+        assert stored_name is not None
+        scales = self.tensors[stored_name].read(stored_name, None).float()
+        if self.config.fp8 is None or not self.config.fp8.blocks:
+            scales = scales.reshape(-1, 1).expand(self.tensors[name].shape[0], 1)
+        part = part_of(self.config, scale_name(name), tuple(scales.shape))
+        return scales if part is None else part.of(scales)
 
     def _cached_scale(self, layer: int, kind: str) -> float:
         """The scale of a layer's keys or values, rounded up to a power of two; 1.0 where the checkpoint has none."""
         for name in (f"model.layers.{layer}.self_attn.{each}" for each in _KV_SCALES[kind]):
             if name in self.tensors:
-                scale = float(self.tensors[name].read(name))
+                scale = float(self.tensors[name].read(name, None))
                 if not 0 < scale < math.inf:
                     raise CheckpointError(f"{self.tensors[name].path}: tensor {name} must be above 0; found {scale}")
                 return 2.0 ** math.ceil(math.log2(scale))
@@ -232,6 +238,8 @@ def _file_errors(problem: str) -> Iterator[None]:
 def _check_tensors(checkpoint: Checkpoint) -> None:
     config = checkpoint.config
     _check_blocks(config)
+    # What is stored is the whole model, of which a rank reads its part.
+    config = config.whole or config
     expected = weight_shapes(config)
     is_stored = config.fp8 is not None and config.fp8.is_stored
     quantized = scale_shapes(config) if is_stored else {}
@@ -282,12 +290,12 @@ def _check_blocks(config: ModelConfig) -> None:
     if config.fp8 is None or not config.fp8.blocks:
         return
     of_mlp = [size for size in (config.expert_intermediate_size, config.dense_mlp_size) if size]
-    sizes = () if config.fused_projections else (config.q_size, config.kv_size, *of_mlp)
+    sizes = () if config.fused_projections and config.whole is None else (config.q_size, config.kv_size, *of_mlp)
     if any(size % FP8_BLOCK for size in sizes) or config.rotary_dim is not None:
         raise UnsupportedModelError(
             f"FP8 weights in blocks of {FP8_BLOCK} need q, k, v, gate and up of multiples of {FP8_BLOCK} channels, and "
-            f"whole heads of 64, 128 or 256; the model has q_size {config.q_size}, kv_size {config.kv_size}, "
-            f"intermediate_size {' and '.join(map(str, of_mlp))}, head_dim "
+            f"whole heads of 64, 128 or 256; a rank of {config.num_ranks} has q_size {config.q_size}, kv_size "
+            f"{config.kv_size}, intermediate_size {' and '.join(map(str, of_mlp))}, head_dim "
             f"{config.stored_head_dim or config.head_dim}: take the 16-bit checkpoint"
         )
 

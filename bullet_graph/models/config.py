@@ -48,6 +48,8 @@ class ModelConfig(DecoderShape):
         renormalize_experts: the weights of a row's experts add up to 1.
         router_bias: the router has a bias, as dummy weights with a router skew have it.
         mixtral_names: the checkpoint names experts as Mixtral's do.
+        rank: of tensor parallelism, where the numbers are those of one rank; see :mod:`sharding`.
+        whole: the model that the ranks share; None where there is one.
     """
 
     architecture: str
@@ -72,6 +74,8 @@ class ModelConfig(DecoderShape):
     mixtral_names: bool = False
     dtype: DtypeName
     eos_token_ids: tuple[int, ...]
+    rank: int = 0
+    whole: "ModelConfig | None" = None
 
     @property
     def distinct_ropes(self) -> tuple[Rope | None, ...]:
@@ -89,8 +93,8 @@ class ModelConfig(DecoderShape):
 
     @property
     def num_parameters(self) -> int:
-        """Parameters of the model, tied embeddings counted once."""
-        embedding_rows = 0 if self.tie_word_embeddings else self.vocab_size
+        """Parameters of the model, or of its rank, tied embeddings counted once."""
+        embedding_rows = 0 if self.tie_word_embeddings else self.vocab_rows
         more_norms = 2 * self.hidden_size if self.norms == "both" else 0
         if self.qk_norm:
             more_norms += sum(self.qk_norm_sizes) - 2 * self.head_dim

@@ -64,9 +64,18 @@ class Decoder:
         scale = torch.tensor(self.config.embedding_multiplier, dtype=self.weights.embed.dtype)
         object.__setattr__(self, "embedding_scale", scale.item())
 
-    def embed(self, token_ids: Tensor) -> Hidden:
+    def embed(self, token_ids: Tensor, ops: TorchOps) -> Hidden:
         """Look up the embeddings of [rows] integer token ids."""
-        x = torch.nn.functional.embedding(token_ids, self.weights.embed)
+        if ops.communicator is None:
+            x = torch.nn.functional.embedding(token_ids, self.weights.embed)
+        else:
+            ops.communicator.note(token_ids)
+            # Each row is on one rank; the others add zeros.
+            rows = self.config.vocab_rows
+            own = token_ids - self.config.rank * rows
+            others = (own < 0) | (own >= rows)
+            x = torch.nn.functional.embedding(own.masked_fill(others, 0), self.weights.embed)
+            x = ops.all_reduce(x.masked_fill_(others[:, None], 0))
         if self.config.embedding_multiplier != 1.0:
             x = x * self.embedding_scale
         return Hidden(x, torch.zeros_like(x))
@@ -127,7 +136,11 @@ class Decoder:
         x, _ = ops.add_rms_norm(hidden.x, hidden.residual, self.weights.final_norm, self.config.rms_norm_eps)
         if self.config.logits_divisor != 1.0:
             x.div_(self.config.logits_divisor)
-        return ops.linear(x, Linear(self.weights.lm_head), out=out)
+        if ops.communicator is None or not len(x):
+            return ops.linear(x, Linear(self.weights.lm_head), out=out)
+        parts = ops.communicator.all_gather(ops.linear(x, Linear(self.weights.lm_head)))
+        logits = parts.transpose(0, 1).flatten(1)[:, : self.config.vocab_size]
+        return logits if out is None else out.copy_(logits)
 
     def score(
         self, hidden: Hidden, rows: Tensor, token_ids: Tensor, count: int, ops: TorchOps

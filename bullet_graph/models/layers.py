@@ -95,9 +95,7 @@ def attention_input(
     rows, residual = _add_norm(ops, x, residual, norm, eps, qkv, summed)
     projected = ops.linear(rows, qkv, out=out)
     if norms is not None:
-        q_size, k_size = len(norms.q), len(norms.k)
-        ops.rms_norm_(projected[:, :q_size], norms.q, eps)
-        ops.rms_norm_(projected[:, q_size : q_size + k_size], norms.k, eps)
+        ops.spanning_norms_(projected, norms)
     return projected, residual
 
 
@@ -112,15 +110,34 @@ def attention_output(
     output_norm: Tensor | None,
     multiplier: float,
     eps: float,
+    between: Callable[..., tuple[Tensor, Tensor]] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Project, norm, MLP, after attention; returns (x [rows, hidden_size], residual)."""
+    """Project, norm, MLP, after attention; returns (x [rows, hidden_size], residual).
+
+    ``between`` stands in for :func:`mlp_part`, the part between the two sums over ranks.
+    """
     group = o.group
-    rows = attended if group is None else ops.quantize(attended, group)
-    x = _normed_output(ops, ops.linear(rows, o), attended_norm, multiplier, eps)
+    x = ops.all_reduce(ops.linear(attended if group is None else ops.quantize(attended, group), o))
+    part = partial(mlp_part, ops) if between is None else between
+    x, residual = part(x, residual, attended_norm, mlp_norm, mlp, multiplier, eps)
+    return _normed_output(ops, ops.all_reduce(x), output_norm, multiplier, eps), residual
+
+
+def mlp_part(
+    ops: TorchOps,
+    x: Tensor,
+    residual: Tensor,
+    attended_norm: Tensor | None,
+    mlp_norm: Tensor | None,
+    mlp: Mlp | Mixture,
+    multiplier: float,
+    eps: float,
+) -> tuple[Tensor, Tensor]:
+    """Norms around attention's end, and the MLP; returns (x [rows, hidden_size], residual), x before its sum."""
+    x = _normed_output(ops, x, attended_norm, multiplier, eps)
     into = mlp.gate_up if isinstance(mlp, Mlp) else mlp.experts.router
     rows, residual = _add_norm(ops, x, residual, mlp_norm, eps, into)
-    x = _glu_output(ops, rows, mlp) if isinstance(mlp, Mlp) else _mixture(ops, rows, mlp)
-    return _normed_output(ops, x, output_norm, multiplier, eps), residual
+    return _glu_output(ops, rows, mlp) if isinstance(mlp, Mlp) else _mixture(ops, rows, mlp), residual
 
 
 def _glu_output(ops: TorchOps, rows: Tensor | Quantized, mlp: Mlp) -> Tensor:

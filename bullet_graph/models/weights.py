@@ -11,6 +11,7 @@ from bullet_graph.kernels.fp8 import FP8, quantize_weight
 from bullet_graph.kernels.ops import Experts, HeadNorms, Linear
 from bullet_graph.models.config import DtypeName, ModelConfig
 from bullet_graph.models.layers import Layer, Mixture, Mlp, SelfAttention
+from bullet_graph.models.sharding import part_of
 from bullet_graph.perf.roofline import FP8_BLOCK, expert_projections, layer_projections
 
 _DUMMY_BIAS_STD = 0.02
@@ -30,7 +31,7 @@ def torch_dtype(name: DtypeName) -> torch.dtype:
 class ModelWeights:
     """All weights of a decoder.
 
-    ``embed`` and ``lm_head`` are [vocab_size, hidden_size], and one tensor if the embeddings are tied.
+    ``embed`` and ``lm_head`` are [vocab_rows, hidden_size], and one tensor if the embeddings are tied.
     """
 
     embed: Tensor
@@ -53,6 +54,10 @@ def scale_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 def _shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     if config.stored_head_dim is not None:
         config = replace(config, head_dim=config.stored_head_dim, stored_head_dim=None)
+    return _view_shapes(config)
+
+
+def _view_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     weights = zero_weights(config, dtype=torch.float32, device=torch.device("meta"))
     return {name: tuple(tensor.shape) for name, tensor in checkpoint_views(config, weights)}
 
@@ -62,28 +67,45 @@ def fill_dummy(
 ) -> Iterator[int]:
     """Draw random weights on the current stream, and yield the bytes of each tensor.
 
-    The same seed, dtype and kind of device give the same weights. Matrices are normal with variance 1 / in_features:
-    activations keep their size at any depth. Norms are 1 and biases small, but for those of :func:`skewed_router_bias`,
-    which each layer has in an order of its own.
+    The same seed, dtype and kind of device give the same weights, of which a rank keeps its part. Matrices are normal
+    with variance 1 / in_features: activations keep their size at any depth. Norms are 1 and biases small, but for those
+    of :func:`skewed_router_bias`, which each layer has in an order of its own.
     """
     generator = torch.Generator(weights.embed.device).manual_seed(seed)
     views = dict(checkpoint_views(config, weights))
-    for name, view in views.items():
+    shapes = {} if config.whole is None else _view_shapes(config.whole)
+    for name, held_view in views.items():
         if name.endswith(SCALE):
             continue
+        view, held_scales = held_view, views.get(scale_name(name))
+        scales = held_scales
+        if shapes:
+            view = held_view.new_empty(shapes[name])
+            scales = None if held_scales is None else held_scales.new_empty(shapes[scale_name(name)])
         if zipf_exponent is not None and name.endswith(".gate.bias"):
             order = torch.randperm(config.num_experts, generator=generator, device=view.device)
             view.copy_(skewed_router_bias(config.num_experts, config.experts_per_token, zipf_exponent)[order.cpu()])
-        elif view.dtype is FP8:
+        elif scales is not None:
             drawn = weights.embed.new_empty(view.shape).normal_(0.0, view.shape[1] ** -0.5, generator=generator)
-            put_quantized(drawn, view, views[scale_name(name)])
+            put_quantized(drawn, view, scales)
         elif name.endswith(".bias"):
             view.normal_(0.0, _DUMMY_BIAS_STD, generator=generator)
         elif view.dim() == 1:
             view.fill_(1.0)
         else:
             view.normal_(0.0, view.shape[1] ** -0.5, generator=generator)
-        yield view.nbytes
+        if shapes:
+            _put_part(config, name, view, held_view)
+            if scales is not None and held_scales is not None:
+                _put_part(config, scale_name(name), scales, held_scales)
+        yield held_view.nbytes
+
+
+def _put_part(config: ModelConfig, name: str, whole: Tensor, view: Tensor) -> None:
+    """Put a rank's part of a tensor where it is held; the last rank's vocabulary may be shorter."""
+    part = part_of(config, name, tuple(whole.shape))
+    mine = whole if part is None else part.of(whole)
+    view[: len(mine)].copy_(mine)
 
 
 def skewed_router_bias(num_experts: int, top_k: int, zipf_exponent: float) -> Tensor:
@@ -171,7 +193,7 @@ def zero_weights(config: ModelConfig, *, dtype: torch.dtype, device: torch.devic
         has_shared = config.shared_expert_intermediate_size > 0
         return Mixture(experts, mlp(), Linear(zeros(1, config.hidden_size))) if has_shared else Mixture(experts)
 
-    embed = zeros(config.vocab_size, config.hidden_size)
+    embed = zeros(config.vocab_rows, config.hidden_size)
     before, after = config.norms != "after", config.norms != "before"
     layers = tuple(
         Layer(
@@ -189,7 +211,7 @@ def zero_weights(config: ModelConfig, *, dtype: torch.dtype, device: torch.devic
         embed=embed,
         layers=layers,
         final_norm=norm(config.hidden_size),
-        lm_head=embed if config.tie_word_embeddings else zeros(config.vocab_size, config.hidden_size),
+        lm_head=embed if config.tie_word_embeddings else zeros(config.vocab_rows, config.hidden_size),
     )
 
 

@@ -45,7 +45,8 @@ class DecoderShape:
 
     ``qk_norm``: RMSNorm over each query and key head before RoPE. ``layer_windows``: see :attr:`windows`; empty means
     none in any layer. With ``num_experts``, every layer has experts instead of an MLP of ``intermediate_size``. ``fp8``
-    None: all weights are in the model's dtype, as are keys and values without ``fp8_kv``.
+    None: all weights are in the model's dtype, as are keys and values without ``fp8_kv``. With ``num_ranks``, all sizes
+    but the model's width and vocabulary are those of one rank of tensor parallelism.
     """
 
     vocab_size: int
@@ -64,6 +65,12 @@ class DecoderShape:
     shared_expert_intermediate_size: int = 0
     fp8: Fp8Weights | None = None
     fp8_kv: bool = False
+    num_ranks: int = 1
+
+    @property
+    def vocab_rows(self) -> int:
+        """Rows of the embedding and of the output head on a rank; the last rank's may be fewer, and are padded."""
+        return -(-self.vocab_size // self.num_ranks)
 
     @property
     def dense_mlp_size(self) -> int:
@@ -146,7 +153,7 @@ def num_weights(shape: DecoderShape, *, embedding_rows: int, experts: float) -> 
         + (2 * shape.head_dim if shape.qk_norm else 0)
     )
     # The final norm, the output head and the embedding rows.
-    return shape.num_layers * layer + shape.hidden_size * (1 + shape.vocab_size + embedding_rows)
+    return shape.num_layers * layer + shape.hidden_size * (1 + shape.vocab_rows + embedding_rows)
 
 
 def touched_experts(shape: DecoderShape, rows: float) -> float:

@@ -11,15 +11,19 @@ import psutil
 import torch
 
 from bullet_graph.config import KV_BLOCK_TOKENS, EngineConfig
+from bullet_graph.errors import ConfigError
 from bullet_graph.graphs.capture_order import CaptureReport
 from bullet_graph.graphs.capture_plan import CapturePlan, default_plan, named_plan
 from bullet_graph.graphs.compile_counts import CompileCounts
+from bullet_graph.graphs.compiled import CompiledPart, LayerPart
 from bullet_graph.graphs.key import batch_size_buckets
 from bullet_graph.graphs.piecewise import piecewise_scratch_bytes
+from bullet_graph.kernels.communicator import ALONE, Communicators
 from bullet_graph.kernels.memory import KVCache
 from bullet_graph.models.checkpoint import WeightLoading, open_checkpoint
 from bullet_graph.models.decoder import Decoder, cos_sin_tables
 from bullet_graph.models.hub import download
+from bullet_graph.models.layers import LayerFunctions
 from bullet_graph.models.progress import progress_bar
 from bullet_graph.models.weights import fill_dummy, zero_weights
 from bullet_graph.partition.backend import open_backend
@@ -64,17 +68,24 @@ def build_executor(
     on_ledger: Callable[[MemoryLedger], None],
     clock: StartClock,
     open_captures: capture_cache.CaptureOpener = capture_cache.open_capture_entry,
+    agree: Callable[[MemoryLedger], MemoryLedger] = lambda ledger: ledger,
+    communicators: Communicators = ALONE,
 ) -> BuiltRuntime:
     """Plan the memory, call ``on_ledger``, then load the weights and, meanwhile, build the executor.
 
+    Of a rank of tensor parallelism, ``agree`` gives the ledger that all ranks can hold, from the rank's own.
     Raises as :func:`check_device`, :func:`find_performance` and :func:`plan_memory` do; CheckpointError where the
     weights cannot be read; PartitionError where the SM partitions cannot be made, or do not hold.
     """
+    if config.tensor_parallel_size != runtime.model.num_ranks:
+        raise ConfigError(
+            f"tensor_parallel_size={config.tensor_parallel_size} is for engines, and this is for one rank: leave it out"
+        )
     with clock.phase("device"):
         check_device(config, runtime)
         cached_table = partial(capture_cache.cached_perf_table, capture_cache.configured_store(config), runtime)
         performance = find_performance(config, runtime, cached_table=cached_table)
-        ledger = plan_ledger(config, runtime, performance)
+        ledger = agree(plan_ledger(config, runtime, performance))
     on_ledger(ledger)
     build = _build_cpu if runtime.device.type == "cpu" else _build_cuda
     built, compiles, cache_use = capture_cache.start_with_captures(
@@ -82,7 +93,7 @@ def build_executor(
         runtime,
         artifact_plan(config, runtime, performance),
         open_captures,
-        partial(build, config, runtime, performance, ledger, progress, clock),
+        partial(build, config, runtime, performance, ledger, communicators, progress, clock),
         clock,
     )
     return replace(built, compiles=compiles, cache_use=cache_use, self_check=None)
@@ -107,7 +118,7 @@ def plan_ledger(config: EngineConfig, runtime: Runtime, performance: Performance
     workspaces = graphs = 0
     if runtime.device.type == "cpu":
         host = psutil.virtual_memory()
-        device, limit = DeviceMemory(host.total, host.available), CPU_KV_CACHE_BYTES
+        device, limit = DeviceMemory(host.total, host.available), CPU_KV_CACHE_BYTES // runtime.model.num_ranks
     else:
         free, total = torch.cuda.mem_get_info(runtime.device)
         device, limit = DeviceMemory(total, free), None
@@ -193,6 +204,7 @@ def _build_cpu(
     runtime: Runtime,
     performance: PerformanceModel | None,
     ledger: MemoryLedger,
+    communicators: Communicators,
     progress: bool,
     clock: StartClock,
     captured: capture_cache.CapturedStart,
@@ -200,17 +212,28 @@ def _build_cpu(
     if config.cpu_threads is not None:
         torch.set_num_threads(config.cpu_threads)
     with decoder_while_loading(config, runtime, ledger, clock, progress=progress) as (decoder, join_weights):
-        functions = None
+        functions: dict[Lane, LayerFunctions] = {}
         if config.compile:
+            made: dict[str, CompiledPart] = {}
+
+            def compiled_once(part: LayerPart) -> CompiledPart:
+                made[part.name] = made.get(part.name) or captured.compiler(part)
+                return made[part.name]
+
             with clock.phase("kernels"):
-                functions = compiled_for_cpu(decoder, config.max_forward_rows, captured.compiler)
-        executor = CpuExecutor(decoder, max_num_seqs=config.max_num_seqs, functions=functions)
+                for lane in LANES:
+                    functions[lane] = compiled_for_cpu(
+                        decoder, config.max_forward_rows, compiled_once, communicators.get(lane)
+                    )
+        executor = CpuExecutor(
+            decoder, max_num_seqs=config.max_num_seqs, functions=functions or None, communicators=communicators
+        )
         join_weights()
     check = None
-    if functions is not None:
+    if functions:
         # Of one row, nothing is compiled.
         sizes = batch_size_buckets(config.max_num_seqs)[1:] or (2,)
-        check = SelfCheck(decoder, partial(reference_logits, decoder, functions), sizes)
+        check = SelfCheck(decoder, partial(reference_logits, decoder, functions["decode"]), sizes)
     return BuiltRuntime(executor, ledger, performance, self_check=check)
 
 
@@ -219,6 +242,7 @@ def _build_cuda(
     runtime: Runtime,
     performance: PerformanceModel | None,
     ledger: MemoryLedger,
+    communicators: Communicators,
     progress: bool,
     clock: StartClock,
     captured: capture_cache.CapturedStart,
@@ -237,6 +261,10 @@ def _build_cuda(
             from bullet_graph.runtime.cuda import CudaExecutor  # noqa: PLC0415
         with clock.phase("kernels"):
             captured.load_attention(runtime)
+        tuned_rows = captured.piecewise_rows(plan) if config.cuda_graphs else None
+        if communicators:
+            # Ranks would time them differently, and pad forwards to different numbers of rows.
+            tuned_rows = tuple(plan.piecewise_rows)
         executor = CudaExecutor(
             decoder,
             config,
@@ -246,7 +274,8 @@ def _build_cuda(
             clock=clock,
             progress=progress,
             compiler=captured.compiler,
-            tuned_rows=captured.piecewise_rows(plan) if config.cuda_graphs else None,
+            tuned_rows=tuned_rows,
+            communicators=communicators,
         )
         undo.pop_all()
     lane_sms = {(lane, p): backend.expected_sms(lane, p) for p in plan.batch_sizes for lane in LANES}

@@ -1,7 +1,7 @@
 """The CPU executor: the same model code with reference attention; each launch runs to its end."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 
@@ -11,12 +11,13 @@ from torch import Tensor
 
 from bullet_graph.graphs.compiled import CompiledOps, PartCompiler, by_rows, compiled_functions
 from bullet_graph.kernels.attention import ReferenceAttention
+from bullet_graph.kernels.communicator import ALONE, Communicator, Communicators
 from bullet_graph.kernels.memory import KVCache
 from bullet_graph.kernels.ops import TorchOps
 from bullet_graph.kernels.sampler import SamplingState, sample, token_logprobs
 from bullet_graph.models.decoder import Decoder, Hidden, SampledRows
 from bullet_graph.models.layers import LayerFunctions, eager_functions
-from bullet_graph.partition.masks import Lane
+from bullet_graph.partition.masks import LANES, Lane
 from bullet_graph.runtime.executor import Executor, clear_frames
 from bullet_graph.runtime.rows import Rows, adjustments_row, lay_out, settings_row
 from bullet_graph.runtime.step import Int32Array, Placement, Step, StepLogprobs, StepResult
@@ -44,20 +45,33 @@ def reference_attention(cache: KVCache, rows: Rows, q_indptr: Int32Array) -> Ref
 
 
 @torch.inference_mode()
-def compiled_for_cpu(decoder: Decoder, max_rows: int, compiler: PartCompiler) -> LayerFunctions:
+def compiled_for_cpu(
+    decoder: Decoder, max_rows: int, compiler: PartCompiler, communicator: Communicator | None = None
+) -> LayerFunctions:
     """Layer functions for up to ``max_rows`` rows, compiled for forwards of two or more rows."""
-    compiled = compiled_functions(decoder, TorchOps(), CompiledOps(), max_rows, compiler)
-    return by_rows(eager_functions(TorchOps()), compiled)
+    ops = TorchOps(communicator)
+    compiled = compiled_functions(decoder, ops, CompiledOps(), max_rows, compiler)
+    return by_rows(eager_functions(ops), compiled)
 
 
 class CpuExecutor(Executor):
-    """Runs a decoder on the CPU; the lanes take turns, launch by launch. ``functions`` None runs a layer eagerly."""
+    """Runs a decoder on the CPU; the lanes take turns, launch by launch.
+
+    ``functions`` are a layer's, by lane; None runs it eagerly, with ``communicators``.
+    """
 
     max_in_flight = 1
 
-    def __init__(self, decoder: Decoder, *, max_num_seqs: int, functions: LayerFunctions | None = None) -> None:
+    def __init__(
+        self,
+        decoder: Decoder,
+        *,
+        max_num_seqs: int,
+        functions: Mapping[Lane, LayerFunctions] | None = None,
+        communicators: Communicators = ALONE,
+    ) -> None:
         self._decoder = decoder
-        self._functions = eager_functions(TorchOps()) if functions is None else functions
+        self._functions = functions or {lane: eager_functions(TorchOps(communicators.get(lane))) for lane in LANES}
         self._state = SamplingState(max_num_seqs, decoder.config.vocab_size, torch.device("cpu"))
         self._forwards: dict[Lane, _Forward] = {}
         self._results: dict[int, StepResult] = {}
@@ -66,8 +80,9 @@ class CpuExecutor(Executor):
     @torch.inference_mode()
     def launch(self, step: Step, placement: Placement) -> int:
         start_s = time.perf_counter()
+        functions = self._functions[placement.lane]
         if placement.first_layer == 0:
-            self._forwards[placement.lane] = self._begin(step)
+            self._forwards[placement.lane] = self._begin(step, functions.ops)
         forward = self._forwards[placement.lane]
         rows = forward.rows
         hidden = self._decoder.run_layers(
@@ -75,7 +90,7 @@ class CpuExecutor(Executor):
             torch.from_numpy(rows.positions).long(),
             torch.from_numpy(rows.kv_slots).long(),
             forward.attention,
-            self._functions,
+            functions,
             first=placement.first_layer,
             last=placement.last_layer,
             sampled=forward.sampled if rows.scored is None else None,
@@ -86,9 +101,9 @@ class CpuExecutor(Executor):
             del self._forwards[placement.lane]
             if (scored := rows.scored) is not None:
                 ids = torch.from_numpy(scored.rows), torch.from_numpy(scored.token_ids)
-                prompt_logprobs = _logprobs(self._decoder.score(hidden, *ids, scored.num_logprobs, self._functions.ops))
+                prompt_logprobs = _logprobs(self._decoder.score(hidden, *ids, scored.num_logprobs, functions.ops))
                 hidden = hidden.rows(forward.sampled.rows)
-            logits = self._decoder.logits(hidden, self._functions.ops)
+            logits = self._decoder.logits(hidden, functions.ops)
             slots, positions = torch.from_numpy(rows.sample_slots), torch.from_numpy(rows.sample_positions)
             sampled = sample(logits, slots.long(), positions, self._state)
             token_ids = sampled.numpy()
@@ -101,7 +116,7 @@ class CpuExecutor(Executor):
         self._results[ticket] = StepResult(token_ids, logprobs, device_ms, prompt_logprobs)
         return ticket
 
-    def _begin(self, step: Step) -> _Forward:
+    def _begin(self, step: Step, ops: TorchOps) -> _Forward:
         for init in step.admitted:
             self._state.settings[init.slot] = torch.from_numpy(settings_row(init))
             if init.adjustments is not None:
@@ -117,7 +132,7 @@ class CpuExecutor(Executor):
             torch.from_numpy(rows.sample_rows).long(), sampled_attention if len(rows.sample_rows) else None
         )
         fed_back = self._state.last_token[torch.from_numpy(rows.decode_slots).long()]
-        hidden = self._decoder.embed(torch.cat((torch.from_numpy(rows.token_ids), fed_back)))
+        hidden = self._decoder.embed(torch.cat((torch.from_numpy(rows.token_ids), fed_back)), ops)
         return _Forward(rows, attention, sampled, hidden)
 
     def wait_any(self, tickets: Sequence[int], until_s: float | None) -> int | None:

@@ -19,6 +19,7 @@ from bullet_graph.graphs.compiled import PartCompiler, compile_now
 from bullet_graph.graphs.decode_graph import DecodeGraphs, DecodeInputs
 from bullet_graph.graphs.engine_graphs import EngineGraphs
 from bullet_graph.graphs.piecewise import PiecewiseGraphs
+from bullet_graph.kernels.communicator import ALONE, Communicators
 from bullet_graph.kernels.gpu import Gpu
 from bullet_graph.kernels.memory import Uploader
 from bullet_graph.kernels.sampler import SamplingState, token_logprobs
@@ -130,6 +131,7 @@ class CudaExecutor(Executor):
         progress: bool,
         compiler: PartCompiler = compile_now,
         tuned_rows: tuple[int, ...] | None = None,
+        communicators: Communicators = ALONE,
     ) -> None:
         if tuned_rows is not None:
             plan = dataclasses.replace(plan, piecewise_rows=tuned_rows)
@@ -150,14 +152,22 @@ class CudaExecutor(Executor):
             self._state = SamplingState(max_num_seqs + 1, decoder.config.vocab_size, device)  # one for padded rows
             if config.cuda_graphs:
                 self._layer_graphs = PiecewiseGraphs(
-                    decoder, TritonOps(Gpu.of(device)), buckets=plan.piecewise_rows, are_tuned=tuned_rows is not None
+                    decoder,
+                    TritonOps(Gpu.of(device), communicators.get("decode")),
+                    buckets=plan.piecewise_rows,
+                    are_tuned=tuned_rows is not None,
                 )
 
         def lane(name: Lane, graphs: PiecewiseGraphs | None) -> _Lane:
             stream = self._stream(name, WHOLE_GPU)
             with torch.cuda.stream(stream), torch.inference_mode():
                 eager = EagerLane(
-                    decoder, self._state, max_num_seqs=max_num_seqs, max_rows=config.max_forward_rows, graphs=graphs
+                    decoder,
+                    self._state,
+                    max_num_seqs=max_num_seqs,
+                    max_rows=config.max_forward_rows,
+                    graphs=graphs,
+                    communicator=communicators.get(name),
                 )
                 slots = Uploader(max_num_seqs * (self._state.settings.shape[1] + 1) + 8, device)
             return _Lane(stream, eager, slots)
@@ -172,7 +182,13 @@ class CudaExecutor(Executor):
         """The cost of capturing here."""
         if self._layer_graphs is not None:
             with torch.cuda.stream(stream), torch.inference_mode():
-                self._graphs = DecodeGraphs(decoder, self._state, max_batch_size=max_num_seqs, compiler=compiler)
+                self._graphs = DecodeGraphs(
+                    decoder,
+                    self._state,
+                    max_batch_size=max_num_seqs,
+                    compiler=compiler,
+                    communicator=communicators.get("decode"),
+                )
                 self._captures = EngineGraphs(
                     self._graphs, self._layer_graphs, plan, num_layers=decoder.config.num_layers
                 )

@@ -14,6 +14,7 @@ from bullet_graph.graphs.key import batch_size_buckets, bucket_for
 from bullet_graph.graphs.piecewise import PiecewiseGraphs
 from bullet_graph.kernels import flashinfer_attention
 from bullet_graph.kernels.attention import MixedAttention
+from bullet_graph.kernels.communicator import Communicator
 from bullet_graph.kernels.decode_attention import DecodeBatch, TritonDecodeAttention, window_indptr
 from bullet_graph.kernels.gpu import Gpu
 from bullet_graph.kernels.memory import Uploader
@@ -65,13 +66,14 @@ class EagerLane:
         max_num_seqs: int,
         max_rows: int,
         graphs: PiecewiseGraphs | None = None,
+        communicator: Communicator | None = None,
     ) -> None:
         config, device = decoder.config, decoder.cos_sin.device
         self._decoder = decoder
         self._state = state
         gpu = Gpu.of(device)
-        self._functions = eager_functions(TritonOps(gpu))
-        self._partial_functions = eager_functions(TritonOps())
+        self._functions = eager_functions(TritonOps(gpu, communicator))
+        self._partial_functions = eager_functions(TritonOps(communicator=communicator))
         self._graphs = graphs
         prompt_lane = partial(
             flashinfer_attention.PrefillAttention,
@@ -191,7 +193,7 @@ class EagerLane:
                 bucket_for(num_sampled, self._sampled_buckets) - num_sampled,
             )
         fed_back = self._state.last_token[gpu.decode_slots]
-        hidden = self._decoder.embed(torch.cat((gpu.token_ids, fed_back)))
+        hidden = self._decoder.embed(torch.cat((gpu.token_ids, fed_back)), self._functions.ops)
         if bucket is not None and self._graphs is not None:
             self._graphs.pieces.load(hidden, gpu.positions, gpu.kv_slots)
         return EagerForward(

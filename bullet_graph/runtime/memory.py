@@ -1,6 +1,6 @@
 """The memory ledger: how an engine divides its device's memory, settled before anything is allocated."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from bullet_graph.config import KV_BLOCK_TOKENS, EngineConfig
 from bullet_graph.errors import InsufficientMemoryError
@@ -72,6 +72,12 @@ class MemoryLedger:
     def __str__(self) -> str:
         rows = [*self.rows(), ("device", self.device.total_bytes)]
         return "\n".join(f"{label:<34}{format_bytes(size):>14}" for label, size in rows)
+
+
+def with_kv_blocks(ledger: MemoryLedger, num_kv_blocks: int) -> MemoryLedger:
+    """The same ledger with a KV cache of fewer blocks, as another rank can hold."""
+    block_bytes = ledger.kv_cache_bytes // ledger.num_kv_blocks
+    return replace(ledger, num_kv_blocks=num_kv_blocks, kv_cache_bytes=num_kv_blocks * block_bytes)
 
 
 def held_tokens(config: EngineConfig, model: ModelConfig, max_model_len: int) -> int:
@@ -164,5 +170,7 @@ def _activation_bytes(config: EngineConfig, model: ModelConfig, dtype_bytes: int
     per_row = 4 * model.hidden_size + 2 * (model.q_size + 2 * model.kv_size) + model.mlp_result_size
     # Logits in the weights' dtype, and twice in float32 where log-probabilities are asked for; a mark for every token.
     marks = 4 * config.max_num_seqs * model.vocab_size
-    logits = max(config.max_num_seqs, SCORED_ROWS) * model.vocab_size * (dtype_bytes + 2 * 4) + marks
+    # With several ranks also as they are gathered, and as they are joined.
+    copies = 1 if model.num_ranks == 1 else 3
+    logits = max(config.max_num_seqs, SCORED_ROWS) * model.vocab_size * (copies * dtype_bytes + 2 * 4) + marks
     return rows * per_row * dtype_bytes + logits

@@ -124,7 +124,7 @@ def reference_logits(decoder: Decoder, functions: LayerFunctions, token_ids: Int
     """Logits of the rows that are sampled, [s, vocab_size], with reference attention; ``token_ids`` are of all rows."""
     device = decoder.cos_sin.device
     hidden = decoder.run_layers(
-        decoder.embed(_indices(token_ids, device)),
+        decoder.embed(_indices(token_ids, device), functions.ops),
         _indices(rows.positions, device),
         _indices(rows.kv_slots, device),
         reference_attention(decoder.cache, rows, rows.q_indptr),

@@ -108,7 +108,7 @@ def reference_logits(setup: Setup, inputs: DecodeInputs) -> torch.Tensor:
     tokens = setup.state.last_token[on_device(inputs.slots)]
     functions = eager_functions(TorchOps())
     where = on_device(inputs.positions), on_device(inputs.kv_slots)
-    hidden = setup.reference.run_layers(setup.reference.embed(tokens), *where, attention, functions)
+    hidden = setup.reference.run_layers(setup.reference.embed(tokens, functions.ops), *where, attention, functions)
     return setup.reference.logits(hidden, functions.ops)
 
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from decoders import VARIANTS, new_decoder
 from interpreted_fp8 import rounding
+from ranks_in_threads import Table, ThreadCommunicator
 from torch.utils._pytree import tree_leaves
 
 pytest.importorskip("triton", reason="Triton is published for Linux only")
@@ -36,11 +37,7 @@ def decoder(request: pytest.FixtureRequest) -> Decoder:
     return new_decoder(VARIANTS[request.param], num_blocks=1, max_len=16)
 
 
-all_variants = pytest.mark.parametrize(
-    "decoder",
-    ["plain", "gemma3", "granite", "olmo2", "shared expert", "skewed router", "fp8", "fp8-blocks", "fp8 experts"],
-    indirect=True,
-)
+NAMES = ("plain", "gemma3", "granite", "olmo2", "shared expert", "skewed router", "fp8", "fp8-blocks", "fp8 experts")
 
 
 @pytest.fixture
@@ -75,12 +72,14 @@ def parts(functions: LayerFunctions, decoder: Decoder, rows: int) -> tuple[torch
 def assert_eager_parts(functions: LayerFunctions, decoder: Decoder, rows: int) -> None:
     """Make sure that the parts compute what the uncompiled ones do."""
     expected = parts(eager_functions(TorchOps()), decoder, rows)
-    # With FP8, what lies on the border of two numbers may be rounded to either.
-    error = 1e-5 if decoder.config.fp8 is None else 1e-2
-    torch.testing.assert_close(parts(functions, decoder, rows), expected, rtol=error, atol=error)
+    for found, wanted in zip(parts(functions, decoder, rows), expected, strict=True):
+        if decoder.config.fp8 is None:
+            torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+        else:  # what lies on the border of two numbers may be rounded to either
+            assert (found - wanted).norm() <= 0.02 * wanted.norm()
 
 
-@all_variants
+@pytest.mark.parametrize("decoder", NAMES, indirect=True)
 @pytest.mark.usefixtures("rounding")
 @pytest.mark.parametrize("fused", [CompiledOps(), TritonNormOps()])
 def test_once_for_all_rows(decoder: Decoder, settings: list[dict[str, object]], fused: TorchOps) -> None:
@@ -92,9 +91,13 @@ def test_once_for_all_rows(decoder: Decoder, settings: list[dict[str, object]], 
             assert_eager_parts(functions, decoder, rows)
 
 
-@all_variants
 @pytest.mark.usefixtures("rounding")
-@pytest.mark.parametrize(("fused", "max_rows"), [(CompiledOps(), 2), (CompiledOps(), 3), (TritonNormOps(), MAX_ROWS)])
+@pytest.mark.parametrize(
+    ("decoder", "fused", "max_rows"),
+    [(name, CompiledOps(), 2 + i % 2) for i, name in enumerate(NAMES)]
+    + [(name, TritonNormOps(), MAX_ROWS) for name in NAMES],
+    indirect=["decoder"],
+)
 def test_exported_for_all_rows(decoder: Decoder, fused: TorchOps, max_rows: int) -> None:
     def compiler(part: LayerPart) -> CompiledPart:
         program = exported(part)
@@ -109,6 +112,15 @@ def test_exported_for_all_rows(decoder: Decoder, fused: TorchOps, max_rows: int)
         functions = compiled_functions(decoder, TorchOps(), fused, max_rows, compiler)
         for rows in {2, max_rows - 1, max_rows} - {1}:
             assert_eager_parts(functions, decoder, rows)
+
+
+@pytest.mark.parametrize("decoder", NAMES, indirect=True)
+def test_collectives_stand_between_the_parts(decoder: Decoder, settings: list[dict[str, object]]) -> None:
+    between = TorchOps(ThreadCommunicator(Table(1), 0))
+    functions = compiled_functions(decoder, between, CompiledOps(), MAX_ROWS)
+    assert len(settings) == 2
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        assert_eager_parts(functions, decoder, 5)
 
 
 @pytest.mark.usefixtures("settings")

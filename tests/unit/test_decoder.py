@@ -40,7 +40,7 @@ def last_row(decoder: Decoder) -> SampledRows:
 
 def run(decoder: Decoder, cuts: tuple[int, ...] = (), sampled: SampledRows | None = None) -> Hidden:
     """The prompt's forward, in ranges of layers that end at ``cuts``."""
-    hidden = decoder.embed(TOKEN_IDS)
+    hidden = decoder.embed(TOKEN_IDS, TorchOps())
     for first, last in zip((0, *cuts), (*cuts, None), strict=True):
         batch = POSITIONS, KV_SLOTS, attention_of(decoder), FUNCTIONS
         hidden = decoder.run_layers(hidden, *batch, first=first, last=last, sampled=sampled)
@@ -102,7 +102,7 @@ def test_pieces_and_attentions_make_the_forward(variant: str, bucket: int) -> No
     padding = torch.zeros(bucket - ROWS, dtype=torch.long)
     attention = attention_of(cut)
     for _ in range(2):  # the second time over what the first left in the buffers
-        pieces.load(cut.embed(TOKEN_IDS), torch.cat((POSITIONS, padding)), torch.cat((KV_SLOTS, padding)))
+        pieces.load(cut.embed(TOKEN_IDS, TorchOps()), torch.cat((POSITIONS, padding)), torch.cat((KV_SLOTS, padding)))
         for layer in range(CONFIG.num_layers):
             pieces.run(layer, bucket)
             if layer < CONFIG.num_layers - 1:
@@ -139,7 +139,7 @@ def test_captures_and_timings_leave_the_cache_of_sequences_alone(monkeypatch: py
     monkeypatch.setattr(torch.cuda, "Event", lambda **_: Mock(elapsed_time=lambda _: 1.0))
 
     def load() -> None:
-        pieces.load(decoder.embed(POSITIONS), POSITIONS, KV_SLOTS)
+        pieces.load(decoder.embed(POSITIONS, TorchOps()), POSITIONS, KV_SLOTS)
         pieces.attended.fill_(1.0)
 
     load()

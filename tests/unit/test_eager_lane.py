@@ -35,7 +35,7 @@ NUM_BLOCKS, BLOCK_TOKENS, MAX_SEQS = 40, 4, 8
 def runs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Runs:
     """What FlashInfer's modules have run, once they are fakes and the GPU has four SMs; rows run in plain torch."""
     if request.param == "torch":
-        monkeypatch.setattr(eager_lane, "TritonOps", lambda *_: TorchOps())
+        monkeypatch.setattr(eager_lane, "TritonOps", lambda *_, **__: TorchOps())
     return install(monkeypatch)
 
 

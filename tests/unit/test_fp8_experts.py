@@ -68,10 +68,10 @@ def error(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 @on_cpu
 @pytest.mark.usefixtures("rounding")
-@pytest.mark.parametrize("rows", [1, 5, 37])
+# Rows: one; fewer than a block; several blocks of an expert.
 @pytest.mark.parametrize(
-    ("first", "last", "hidden"),
-    [(False, False, 72), (True, True, 200), (True, True, 128), (True, None, 200), (None, False, 72)],
+    ("first", "last", "hidden", "rows"),
+    [(False, False, 72, 5), (True, True, 200, 37), (True, True, 128, 1), (True, None, 200, 5), (None, False, 72, 1)],
 )
 def test_kernels_equal_the_reference(first: bool | None, last: bool | None, hidden: int, rows: int) -> None:
     count, size, top_k = 6, 128, 3

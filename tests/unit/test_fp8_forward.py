@@ -91,13 +91,15 @@ def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 @on_cpu
 @pytest.mark.usefixtures("rounding")
-@pytest.mark.parametrize(("fp8", "fp8_kv"), [(None, True), (Fp8Weights(), False), (Fp8Weights(blocks=True), True)])
 @pytest.mark.parametrize(
-    ("chunks", "decode", "prefill_runs"),
+    ("fp8", "fp8_kv", "chunks", "decode", "prefill_runs"),
     [
-        ([(7, 5, True), (0, 6, True), (0, 1, False)], [4], [("paged", 1), ("ragged", 2)]),
-        ([(0, 9, False), (0, 2, True)], [], [("ragged", 2)]),
-        ([], [5, 0, 9], []),
+        *(
+            (fp8, fp8_kv, [(3, 2, True), (0, 3, True), (0, 1, False)], [4], [("paged", 1), ("ragged", 2)])
+            for fp8, fp8_kv in ((None, True), (Fp8Weights(), False), (Fp8Weights(blocks=True), True))
+        ),
+        (Fp8Weights(), True, [(0, 4, False), (0, 2, True)], [], [("ragged", 2)]),
+        (Fp8Weights(blocks=True), True, [], [5, 0, 9], []),
     ],
 )
 @torch.inference_mode()

@@ -13,9 +13,9 @@ PUBLIC_NAMES = [
     "AsyncEngine", "BulletGraphError", "CacheError", "CaptureCacheWarning", "CheckpointError",
     "CompletionOutput", "ConfigError", "DeviceError", "Engine", "EngineConfig", "EngineDeadError",
     "EngineStats", "InsufficientMemoryError", "LateError", "ModelError", "OutputKind", "PartitionError",
-    "PerfTableError", "PerfTableWarning", "Policy", "PromptError", "RequestError", "RequestMetrics",
-    "RequestOutput", "SamplingParams", "SamplingParamsError", "Slo", "StructuredOutputs", "TokenLogprobs", "TraceError",
-    "UnsupportedModelError", "WorkloadError", "__version__",
+    "PerfTableError", "PerfTableWarning", "Policy", "PromptError", "RankError", "RequestError",
+    "RequestMetrics", "RequestOutput", "SamplingParams", "SamplingParamsError", "Slo", "StructuredOutputs",
+    "TokenLogprobs", "TraceError", "UnsupportedModelError", "WorkloadError", "__version__",
 ]  # fmt: skip
 
 

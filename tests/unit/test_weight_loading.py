@@ -158,7 +158,7 @@ def test_progress_bar_only_when_asked(folder: Path, progress: bool, capsys: pyte
 def test_a_file_that_breaks_while_it_is_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     torn = Mock(get_tensor=Mock(side_effect=OSError(os.strerror(5))))
     read = _StoredTensor.read
-    monkeypatch.setattr(_StoredTensor, "read", lambda stored, name: read(replace(stored, file=torn), name))
+    monkeypatch.setattr(_StoredTensor, "read", lambda stored, *rest: read(replace(stored, file=torn), *rest))
     with pytest.raises(CheckpointError, match=r"model-00001-of-.*: tensor .* cannot be read \(.*\); download"):
         make_engine(folder)
     assert not loader_threads()

@@ -1,0 +1,108 @@
+"""The process of a rank above 0: ``python -m bullet_graph.runtime.follower FD RANK`` reads from a pipe what to do."""
+
+import os
+import queue
+import signal
+import sys
+import threading
+import time
+from contextlib import suppress
+from dataclasses import replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bullet_graph.config import EngineConfig
+from bullet_graph.perf.start_report import StartClock
+from bullet_graph.runtime.build import build_executor
+from bullet_graph.runtime.executor import Executor
+from bullet_graph.runtime.memory import MemoryLedger, with_kv_blocks
+from bullet_graph.runtime.ranks import Message, make_communicators
+from bullet_graph.runtime.resolve import Runtime
+
+
+class Follower:
+    """Builds this rank's executor and replays rank 0's calls on it, until it is told to stop."""
+
+    def __init__(self, connection: Connection, rank: int) -> None:
+        self._connection = connection
+        self._rank = rank
+        self._messages: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        # Reads ahead, so that rank 0 waits for no launch here. Rank 0 is at most a few launches ahead.
+        threading.Thread(target=self._read, name="bullet-graph-messages", daemon=True).start()
+
+    def _read(self) -> None:
+        while True:
+            try:
+                self._messages.put(self._connection.recv())
+            except (EOFError, OSError):
+                # Rank 0 is gone, and this rank may wait for it in a collective.
+                os._exit(1)
+
+    def run(self) -> None:
+        executor = self._build(*self._next("start"))
+        self._connection.send(("built",))
+        tickets: list[int] = []
+        while True:
+            name, *values = self._messages.get()
+            if name == "stop":
+                break
+            if name == "launch":
+                tickets.append(executor.launch(*values))
+            else:
+                executor.prepare_next()
+            while tickets and (ticket := executor.wait_any(tickets, executor.now())) is not None:
+                executor.wait(ticket)
+                tickets.remove(ticket)
+        executor.shutdown()
+
+    def _next(self, name: str) -> list[Any]:
+        found, *values = self._messages.get()
+        if found == "stop":
+            raise SystemExit
+        assert found == name, found
+        return values
+
+    def _build(self, config: EngineConfig, runtime: Runtime, folder: Path, num_threads: int) -> Executor:
+        if runtime.device.type == "cpu":
+            # As rank 0's: what all ranks compute alike must have the same bits.
+            torch.set_num_threads(num_threads)
+        else:
+            torch.cuda.set_device(runtime.device)
+        self._connection.send(("ready",))
+        self._next("connect")
+        communicators = make_communicators(folder, self._rank, runtime.model.num_ranks, runtime.device)
+
+        def agree(ledger: MemoryLedger) -> MemoryLedger:
+            self._connection.send(("blocks", ledger.num_kv_blocks))
+            return with_kv_blocks(ledger, *self._next("blocks"))
+
+        built = build_executor(
+            replace(config, cpu_threads=None),
+            runtime,
+            progress=False,
+            on_ledger=lambda _: None,
+            clock=StartClock(),
+            agree=agree,
+            communicators=communicators,
+        )
+        return built.executor
+
+
+def main() -> None:
+    # An interrupt is rank 0's to handle.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    connection, rank = Connection(int(sys.argv[1])), int(sys.argv[2])
+    try:
+        Follower(connection, rank).run()
+    except Exception as error:
+        with suppress(OSError):
+            connection.send(("failed", time.monotonic(), type(error), str(error)))
+        # At once: threads of libraries may wait for other ranks.
+        os._exit(1)
+
+
+if __name__ == "__main__":
+    main()

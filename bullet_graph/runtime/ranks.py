@@ -1,0 +1,345 @@
+"""The ranks of tensor parallelism: their processes, what they are told, and what happens when one of them fails.
+
+Rank 0 is the engine's own process, and alone decides. It sends the others every call that changes the device, and they
+replay these calls in order, so all ranks launch each lane's collectives in the same order. Ranks sample the same tokens
+by themselves: only failures come back.
+"""
+
+import mmap
+import os
+import pickle
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from multiprocessing.connection import Connection, Pipe, wait
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+import torch
+import torch.distributed
+
+from bullet_graph.errors import BulletGraphError, LateError, RankError
+from bullet_graph.kernels.communicator import (
+    Communicator,
+    Communicators,
+    GroupCommunicator,
+    OrderedCommunicator,
+    collectives_begun,
+)
+from bullet_graph.partition.masks import LANES, SmPartition
+from bullet_graph.runtime.executor import Executor
+from bullet_graph.runtime.step import Placement, Step, StepResult
+
+_T = TypeVar("_T")
+
+FOLLOWER = "bullet_graph.runtime.follower"
+
+LAUNCH_TIMEOUT_S = 60.0
+"""A launch without progress for this long has failed: some rank hangs."""
+_RENDEZVOUS_TIMEOUT_S = 60.0
+_STOP_TIMEOUT_S = 5.0
+_CHECK_S = 0.1
+_VERDICT_S = 0.2
+"""Once a rank has failed, how long others may report that they failed before it."""
+
+Message = tuple[Any, ...]
+"""A name, then values. To them: start, connect, blocks, launch, prepare, stop. Back: ready, blocks, built, failed."""
+
+
+def shared_marks(folder: Path, num_ranks: int) -> "memoryview[int]":
+    """The marks of :class:`OrderedCommunicator`, in memory that the ranks share."""
+    with (folder / "marks").open("r+b") as file:
+        return memoryview(mmap.mmap(file.fileno(), 8 * num_ranks)).cast("q")
+
+
+def make_communicators(folder: Path, rank: int, num_ranks: int, device: torch.device) -> Communicators:
+    """A rank's communicators, made by all ranks at the same time; ``folder`` is shared by them.
+
+    On the CPU they check the order of collectives. RuntimeError where another rank does not come.
+    """
+    marks = shared_marks(folder, num_ranks)
+    c10d: Any = torch.distributed
+    store = c10d.FileStore(str(folder / "store"), num_ranks)
+    made: dict[Any, Communicator] = {}
+    for lane in LANES:
+        of_lane = c10d.PrefixStore(lane, store)
+        of_lane.set_timeout(timedelta(seconds=_RENDEZVOUS_TIMEOUT_S))
+        group = GroupCommunicator(of_lane, rank, num_ranks, device)
+        made[lane] = OrderedCommunicator(group, lane, marks) if device.type == "cpu" else group
+    return made
+
+
+class Ranks:
+    """Rank 0's view of the others; a thread watches them, and ends all of them once one has failed.
+
+    ``failure`` says which rank failed, and why; ``folder`` is for files that the ranks share.
+    """
+
+    def __init__(self, num_ranks: int) -> None:
+        self.num_ranks = num_ranks
+        self.failure: Exception | None = None
+        self.communicators: Communicators = {}
+        self._own_folder = tempfile.TemporaryDirectory(prefix="bullet_graph_ranks_")
+        self.folder = Path(self._own_folder.name)
+        (self.folder / "marks").write_bytes(bytes(8 * num_ranks))
+        self._marks = shared_marks(self.folder, num_ranks)
+        self._connections: list[Connection] = []
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._arrived: dict[str, dict[int, Message]] = {}
+        self._changed = threading.Condition()
+        self._is_stopping = False
+        self._entered_s: float | None = None
+        self._watcher = threading.Thread(target=self._watch, name="bullet-graph-ranks", daemon=True)
+        try:
+            for rank in range(1, num_ranks):
+                self._start(rank)
+        except BaseException:
+            self.stop()
+            raise
+        self._watcher.start()
+
+    def _start(self, rank: int) -> None:
+        ours, theirs = Pipe()
+        command = [sys.executable, "-P", "-m", FOLLOWER, str(theirs.fileno()), str(rank)]
+        # Modules are found where this process finds them.
+        paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
+        self._connections.append(ours)
+        try:
+            # A process group of its own: an interrupt of the keyboard is for the engine's process alone.
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                env={**os.environ, "PYTHONPATH": paths},
+                pass_fds=(theirs.fileno(),),
+                process_group=0,
+            )
+        finally:
+            theirs.close()
+        self._processes.append(process)
+
+    # ---- messages ----
+
+    def send(self, *message: Any, only: int | None = None) -> None:
+        """Send the others, or ``only`` one of them, a message; raises what :meth:`check` does."""
+        data = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
+        for rank, connection in enumerate(self._connections, start=1):
+            if only in (None, rank):
+                try:
+                    connection.send_bytes(data)
+                except OSError as error:
+                    self.explain(error)
+
+    def gather(self, name: str) -> list[Message]:
+        """Wait for one message of this name from each of the others, in the order of ranks; raises as :meth:`check`."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self.failure is not None or len(self._arrived.get(name, ())) == self.num_ranks - 1
+            )
+            self.check()
+            return [message for _, message in sorted(self._arrived.pop(name).items())]
+
+    def check(self) -> None:
+        """Raise the failure of another rank, if there is one."""
+        if self.failure is not None:
+            raise self.failure
+
+    def explain(self, error: BaseException) -> NoReturn:
+        """Raise why this rank got an error: the failure of another one, if one comes soon, or else the error itself."""
+        with self._changed:
+            self._changed.wait_for(lambda: self.failure is not None, timeout=2.0)
+        if self.failure is not None:
+            raise self.failure from error
+        self.fail(RankError(f"rank 0 failed: {error}"))
+        raise error
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """The watcher takes the block for a hang if it makes no progress for :data:`LAUNCH_TIMEOUT_S`."""
+        self._entered_s = time.monotonic()
+        try:
+            yield
+        finally:
+            self._entered_s = None
+
+    # ---- failures ----
+
+    def fail(self, failure: Exception) -> None:
+        """End the other ranks, and what waits for them."""
+        with self._changed:
+            if self.failure is None:
+                self.failure = failure
+            self._changed.notify_all()
+        for process in self._processes:
+            process.kill()
+        for communicator in self.communicators.values():
+            communicator.abort()
+
+    def stop(self) -> None:
+        """End the other ranks, gently if they follow; a second call does nothing."""
+        self._is_stopping = True
+        if self.failure is None:
+            with suppress(Exception):
+                self.send("stop")
+        deadline_s = time.monotonic() + (_STOP_TIMEOUT_S if self.failure is None else 0.0)
+        for process in self._processes:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(max(deadline_s - time.monotonic(), 0.0))
+            process.kill()
+            process.wait()
+        if self._watcher.is_alive() and self._watcher is not threading.current_thread():
+            self._watcher.join()
+        for connection in self._connections:
+            connection.close()
+        self._own_folder.cleanup()
+
+    def _watch(self) -> None:
+        """Take what the others send, until one fails or all have ended."""
+        open_ones = dict(zip(self._connections, range(1, self.num_ranks), strict=True))
+        last_marks, progress_s = self._marks.tolist(), time.monotonic()
+        while open_ones:
+            tick_s = min(1.0, LAUNCH_TIMEOUT_S / 4)
+            ended = self._receive(open_ones, tick_s)
+            if self._is_stopping:
+                continue
+            if ended:
+                self.fail(self._verdict(open_ones, ended))
+                return
+            entered_s, now_s = self._entered_s, time.monotonic()
+            if (marks := self._marks.tolist()) != last_marks or entered_s is None:
+                last_marks, progress_s = marks, now_s
+            elif now_s - max(entered_s, progress_s) > LAUNCH_TIMEOUT_S:
+                self.fail(self._hang(marks))
+                return
+
+    def _receive(self, open_ones: dict[Connection, int], timeout_s: float) -> list[tuple[float, int, Message | None]]:
+        """Note arrivals; returns those ranks that ended, with their last message: (when, rank, failed or None)."""
+        ended: list[tuple[float, int, Message | None]] = []
+        for connection in wait(list(open_ones), timeout_s):
+            assert isinstance(connection, Connection)
+            rank = open_ones[connection]
+            try:
+                message = connection.recv()
+            except Exception:
+                # The end of the pipe, or of a message.
+                del open_ones[connection]
+                # Who ends without a word did not fail because of another.
+                ended.append((0.0, rank, None))
+                continue
+            if message[0] == "failed":
+                del open_ones[connection]
+                ended.append((message[1], rank, message))
+                continue
+            with self._changed:
+                self._arrived.setdefault(message[0], {})[rank] = message
+                self._changed.notify_all()
+        return ended
+
+    def _verdict(self, open_ones: dict[Connection, int], ended: list[tuple[float, int, Message | None]]) -> Exception:
+        """The failure that came first; the others' collectives broke because of it."""
+        until_s = time.monotonic() + _VERDICT_S
+        while open_ones and (left_s := until_s - time.monotonic()) > 0:
+            ended += self._receive(open_ones, left_s)
+        _, rank, message = min(ended, key=lambda each: each[:2])
+        if message is not None:
+            return as_failure(rank, message[2], message[3])
+        process = self._processes[rank - 1]
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(1.0)
+        code = process.poll()
+        how = f"signal {-code}" if code is not None and code < 0 else f"exit code {code}"
+        return RankError(
+            f"rank {rank} (process {process.pid}) ended with {how}, and without a message: see its output and the "
+            "kernel's log (out of memory?), then make a new engine"
+        )
+
+    def _hang(self, marks: Sequence[int]) -> RankError:
+        counts = [collectives_begun(mark) for mark in marks]
+        behind = [str(rank) for rank, count in enumerate(counts) if count == min(counts)]
+        who = f"rank {', '.join(behind)} is behind" if len(behind) < len(counts) else "no rank is behind"
+        return RankError(
+            f"a launch made no progress for {LAUNCH_TIMEOUT_S:g} s; {who} in the order of collectives: make a new "
+            "engine, and please report this"
+        )
+
+
+def as_failure(rank: int, kind: type[BaseException], text: str) -> Exception:
+    """Another rank's error, of its own kind where that is one of ours."""
+    if issubclass(kind, BulletGraphError) and not issubclass(kind, LateError):
+        return kind(f"rank {rank}: {text}")
+    return RankError(f"rank {rank} failed: {kind.__name__}: {text}")
+
+
+class RankedExecutor(Executor):
+    """Rank 0's executor: tells the other ranks of each call that changes the device, and then makes it here.
+
+    Once a rank has failed, every call raises that rank's error. So it is after an interrupt in the middle of a launch,
+    which leaves the ranks at different collectives.
+    """
+
+    def __init__(self, local: Executor, ranks: Ranks) -> None:
+        self._local = local
+        self._ranks = ranks
+        self.max_in_flight = local.max_in_flight
+        self.num_sms = local.num_sms
+        self.has_prefill_lane = local.has_prefill_lane
+        self.partitions = local.partitions
+
+    def max_batch_size(self, partition: SmPartition) -> int | None:
+        return self._local.max_batch_size(partition)
+
+    def padded_rows(self, rows: int) -> int:
+        return self._local.padded_rows(rows)
+
+    @property
+    def num_missing_graphs(self) -> int:
+        return self._local.num_missing_graphs
+
+    def prepare_next(self) -> bool:
+        return self.num_missing_graphs > 0 and self._on_all_ranks(self._local.prepare_next, "prepare")
+
+    def launch(self, step: Step, placement: Placement) -> int:
+        return self._on_all_ranks(lambda: self._local.launch(step, placement), "launch", step, placement)
+
+    def _on_all_ranks(self, call: Callable[[], _T], *message: Any) -> _T:
+        self._ranks.check()
+        try:
+            with self._ranks.watched():
+                self._ranks.send(*message)
+                return call()
+        except Exception as error:
+            self._ranks.explain(error)
+        except BaseException:
+            self._ranks.fail(RankError("an interrupt left the ranks in the middle of a launch: make a new engine"))
+            raise
+
+    def wait_any(self, tickets: Sequence[int], until_s: float | None) -> int | None:
+        with self._ranks.watched():
+            while True:
+                self._ranks.check()
+                limit_s = self._local.now() + _CHECK_S
+                if until_s is not None and until_s <= limit_s:
+                    return self._local.wait_any(tickets, until_s)
+                if (ticket := self._local.wait_any(tickets, limit_s)) is not None:
+                    return ticket
+
+    def wait(self, ticket: int) -> StepResult:
+        # It may be read after a failure, if it is there.
+        while self._local.wait_any([ticket], self._local.now() + _CHECK_S) is None:
+            self._ranks.check()
+        return self._local.wait(ticket)
+
+    def now(self) -> float:
+        return self._local.now()
+
+    def sleep_until(self, time_s: float) -> None:
+        self._local.sleep_until(time_s)
+
+    def shutdown(self, failure: BaseException | None = None) -> None:
+        self._ranks.stop()
+        self._local.shutdown(failure)
+        self.__dict__.clear()

@@ -1,0 +1,77 @@
+"""Ranks on GPUs of their own: tokens against ``transformers`` under every policy, and failures that end at once."""
+
+import time
+
+import numpy as np
+import pytest
+import torch
+from engines import run_to_end
+from noise import Checkpoint, check_against_transformers, qwen3_checkpoint
+
+from bullet_graph import Engine, SamplingParams
+from bullet_graph.errors import EngineDeadError
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")]
+
+GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=1)
+LENGTHS = (1, 5, 16, 17, 100, 255, 600, 33)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    return qwen3_checkpoint(tmp_path_factory.mktemp("qwen3"))
+
+
+def make(model: Checkpoint, policy: str, **settings: object) -> Engine:
+    return Engine(
+        str(model.folder),
+        policy=policy,
+        tensor_parallel_size=2,
+        max_num_seqs=6,
+        kv_cache_bytes=2**28,
+        perf_table="roofline",
+        **settings,  # type: ignore[arg-type]
+    )
+
+
+def prompts() -> list[list[int]]:
+    rng = np.random.default_rng(1)
+    return [rng.integers(0, 1000, size=n).tolist() for n in LENGTHS]
+
+
+@pytest.mark.parametrize("policy", ["serial", "mixed:64", "split:48", "auto"])
+@pytest.mark.parametrize("cuda_graphs", [True, False])
+def test_tokens_against_transformers(model: Checkpoint, policy: str, cuda_graphs: bool) -> None:
+    with make(model, policy, cuda_graphs=cuda_graphs) as engine:
+        outputs = engine.generate(prompts(), GREEDY, use_tqdm=False)
+        again = engine.generate(prompts(), GREEDY, use_tqdm=False)
+        assert engine.stats().kv_blocks_used == 0
+    check_against_transformers(outputs, model)
+    check_against_transformers(again, model)
+
+
+def test_graphs_that_follow_in_idle_time(model: Checkpoint) -> None:
+    with make(model, "mixed:64", ready="hot") as engine:
+        outputs = engine.generate(prompts(), GREEDY, use_tqdm=False)
+        while engine.prepare_next():
+            pass
+        assert not engine.stats().num_missing_graphs
+        engine.generate(prompts(), GREEDY, use_tqdm=False)
+    check_against_transformers(outputs, model)
+
+
+def test_a_killed_rank_ends_every_request(model: Checkpoint) -> None:
+    engine = make(model, "auto")
+    free = torch.cuda.mem_get_info(0)[0]
+    for index, prompt in enumerate(prompts()):
+        engine.add_request(str(index), prompt, GREEDY)
+    for _ in range(3):
+        engine.step()
+    (process,) = engine._executor._ranks._processes  # type: ignore[union-attr]
+    process.kill()
+    start_s = time.monotonic()
+    with pytest.raises(EngineDeadError, match=r"rank 1 .* ended with signal 9"):
+        run_to_end(engine)
+    assert time.monotonic() - start_s < 10
+    engine.shutdown()
+    assert torch.cuda.mem_get_info(0)[0] > free
