@@ -40,10 +40,7 @@ _EXTRA = ("ray", "pyarrow", "fastapi", "prometheus_client")
     callback=parse_object,
     help="Fields of requests that leave them out, such as '{\"max_tokens\": 256}'.",
 )
-@click.option("--num-workers", type=COUNT, help="Engines.  [default: as many as there are GPUs for; on the CPU 1]")
-@click.option(
-    "--gpus-per-worker", type=click.IntRange(min=0), help="GPUs of each engine.  [default: 1, if there are GPUs]"
-)
+@click.option("--num-workers", type=COUNT, help="Engines, each on --tensor-parallel-size GPUs.  [default: as there are GPUs; CPU: 1]")
 @click.option("--ray-address", help="Ray's cluster.  [default: the one that runs here, or Ray inside this process]")
 @json_option
 def batch(
@@ -53,7 +50,6 @@ def batch(
     served_model_name: str | None,
     request_defaults: dict[str, Any] | None,
     num_workers: int | None,
-    gpus_per_worker: int | None,
     ray_address: str | None,
     as_json: bool,
 ) -> None:
@@ -88,7 +84,6 @@ def batch(
             config.values() | {"served_model_name": named},
             identity={"model": config.model, "served_model_name": named},
             num_workers=num_workers,
-            gpus_per_worker=gpus_per_worker,
             address=ray_address,
             on_progress=bar.update,
         )

@@ -92,19 +92,18 @@ def run_batch(
     *,
     identity: Mapping[str, Any],
     num_workers: int | None,
-    gpus_per_worker: int | None,
     address: str | None = None,
     on_progress: Callable[[int], object] = lambda _: None,
 ) -> BatchReport:
     """Do those rows that ``folder``, which all machines of the cluster must see, does not hold yet.
 
     ``settings`` are the arguments of :class:`~bullet_graph.ray.predictor.RowEngine`. ``identity`` is what a later run
-    must have in common with this one. ``gpus_per_worker`` None is 1, or 0 where no engine takes a GPU. ``num_workers``
-    None is as many as there are GPUs for. Without an ``address``, Ray takes the cluster that runs on this machine, or
-    runs in this process. ``on_progress`` gets the numbers of rows that are done, one after the other.
+    must have in common with this one. A worker takes ``tensor_parallel_size`` GPUs; ``num_workers`` None is as many as
+    there are GPUs for. Without an ``address``, Ray takes the cluster that runs on this machine, or runs in this process.
+    ``on_progress`` gets the numbers of rows that are done, one after the other.
 
     Raises:
-        ConfigError: the folder is of another batch or in use, the cluster has too few GPUs, or no engine can be built.
+        ConfigError: the folder is of another batch or in use, no machine has enough GPUs, or no engine can be built.
         EngineDeadError: the workers die without writing a row.
     """
     began_s = time.monotonic()
@@ -117,7 +116,7 @@ def run_batch(
             # A dashboard would take seconds of a start on this machine alone.
             ray.init(address, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
             stack.callback(ray.shutdown)
-        workers = _Workers.of(num_workers, gpus_per_worker, settings.get("device", "auto")) if left else None
+        workers = _Workers.of(num_workers, settings["device"], settings["tensor_parallel_size"]) if left else None
         while left and workers is not None:
             for report in _pass(rows.longest_first(left), folder, settings, workers):
                 if report["failure"]:
@@ -147,17 +146,18 @@ class _Workers:
     gpus: int
 
     @classmethod
-    def of(cls, wanted: int | None, gpus_per_worker: int | None, device: str) -> "_Workers":
-        """As wanted, if the cluster has the GPUs of one worker at least."""
-        gpus = int(ray.cluster_resources().get("GPU", 0))
-        if gpus_per_worker is None:
-            gpus_per_worker = 0 if device == "cpu" or (device == "auto" and not gpus) else 1
-        if gpus < gpus_per_worker:
+    def of(cls, wanted: int | None, device: str, num_ranks: int) -> "_Workers":
+        """As many as wanted, or as there are GPUs for; a GPU for each rank, all of them of one machine."""
+        found = [int(node["Resources"].get("GPU", 0)) for node in ray.nodes() if node["Alive"]]
+        if device == "cpu" or (device == "auto" and not any(found)):
+            return cls(wanted or 1, 0)
+        most = sum(gpus // num_ranks for gpus in found)
+        if not most:
             raise ConfigError(
-                f"a worker needs {gpus_per_worker} GPUs (--gpus-per-worker), and Ray finds {gpus}: give fewer, "
-                "--device cpu, or another cluster (--ray-address)"
+                f"each worker needs {num_ranks} GPUs of one machine (--tensor-parallel-size), and Ray finds at most "
+                f"{max(found)}: lower it, give --device cpu, or another cluster (--ray-address)"
             )
-        return cls(wanted or (gpus // gpus_per_worker if gpus_per_worker else 1), gpus_per_worker)
+        return cls(wanted or most, num_ranks)
 
 
 def _pass(table: pa.Table, folder: Path, settings: Mapping[str, Any], workers: _Workers) -> Iterator[dict[str, Any]]:
@@ -167,7 +167,8 @@ def _pass(table: pa.Table, folder: Path, settings: Mapping[str, Any], workers: _
     size = min(_ROWS_PER_TASK, math.ceil(len(table) / (number * _TASKS_PER_WORKER)))
     # Enough to fill the engine, and one to go on with.
     ahead = min(math.ceil(settings.get("max_num_seqs", size) / size) + 1, _MOST_TASKS_AHEAD)
-    tasks = ray.data.from_arrow([table.slice(begin, size) for begin in range(0, len(table), size)])
+    # `from_arrow` would start processes that look at each table.
+    tasks = ray.data.from_blocks([table.slice(begin, size) for begin in range(0, len(table), size)])
     tasks.context.enable_progress_bars = tasks.context.print_on_execution_start = False
     # Ray would repeat a dead actor's tasks on its successor alone, with those of their rows that are written.
     tasks.context.max_errored_blocks = -1

@@ -94,7 +94,6 @@ def deployment(
     *,
     min_replicas: int = 1,
     max_replicas: int | None = None,
-    gpus_per_replica: int | None = None,
     num_fronts: int = 1,
     target_queue_len: float = 16,
     target_ttft_ms: float = 1000,
@@ -109,7 +108,6 @@ def deployment(
     Args:
         model: a folder, a hub id or a preset.
         min_replicas, max_replicas: replicas of one engine each; without ``max_replicas`` their number is fixed.
-        gpus_per_replica: 1, or 0 with ``device="cpu"``.
         num_fronts: processes that take requests; each learns by itself which replica holds which prefix.
         target_queue_len, target_ttft_ms: waiting sequences per replica, and predicted TTFT: more than that asks for
             more replicas.
@@ -117,7 +115,8 @@ def deployment(
         max_surge_percent: more replicas while a rolling restart runs; 0 stops one before another starts.
         slack: requests by which a replica that holds a prompt may be ahead of the one with the fewest.
         settings: those of :class:`~bullet_graph.engine.engine.Engine`, and those of
-            :class:`~bullet_graph.serve.settings.ServeSettings` that are not of connections.
+            :class:`~bullet_graph.serve.settings.ServeSettings` that are not of connections. A replica asks Ray for
+            ``tensor_parallel_size`` GPUs, or for none with ``device="cpu"``.
 
     Raises:
         ConfigError: a setting is unknown or wrong.
@@ -146,12 +145,11 @@ def deployment(
             ),
         )
     )
-    gpus = (0 if engine.device == "cpu" else 1) if gpus_per_replica is None else gpus_per_replica
     engines = serve.deployment(
         EngineReplica,
         name="engine",
         **({"num_replicas": min_replicas} if fixed else {"autoscaling_config": scaling}),
-        ray_actor_options={"num_gpus": gpus, "num_cpus": 1},
+        ray_actor_options={"num_gpus": 0 if engine.device == "cpu" else engine.tensor_parallel_size, "num_cpus": 1},
         # The app's own limits come first: it answers 429.
         max_ongoing_requests=checked.max_queue_len + engine.max_num_seqs,
         graceful_shutdown_timeout_s=checked.shutdown_timeout_s,
