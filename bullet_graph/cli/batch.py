@@ -40,7 +40,7 @@ _EXTRA = ("ray", "pyarrow", "fastapi", "prometheus_client")
     callback=parse_object,
     help="Fields of requests that leave them out, such as '{\"max_tokens\": 256}'.",
 )
-@click.option("--num-workers", type=COUNT, help="Engines, each on --tensor-parallel-size GPUs.  [default: as there are GPUs; CPU: 1]")
+@click.option("--num-workers", type=COUNT, help="Engines.  [default: as many as there are GPUs for; on the CPU 1]")
 @click.option("--ray-address", help="Ray's cluster.  [default: the one that runs here, or Ray inside this process]")
 @json_option
 def batch(

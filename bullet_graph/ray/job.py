@@ -1,4 +1,7 @@
-"""A batch on Ray Data: engines in actors, rows with the longest outputs first, until each row is written once."""
+"""A batch on Ray Data: engines in actors, rows with the longest outputs first, until each row is written once.
+
+Only the actors import torch.
+"""
 
 import asyncio
 import logging
@@ -10,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 import ray
@@ -20,7 +23,9 @@ from ray.util.annotations import RayDeprecationWarning
 
 from bullet_graph.errors import BulletGraphError, ConfigError, EngineDeadError
 from bullet_graph.ray.batch_files import BatchInput, OutputFolder, PartFile
-from bullet_graph.ray.predictor import RowEngine
+
+if TYPE_CHECKING:
+    from bullet_graph.ray.predictor import RowEngine
 
 _ROWS_PER_TASK = 32
 """At most: a task that is lost with its actor is done again, apart from the rows that it has written."""
@@ -57,9 +62,11 @@ class _Worker:
     """The actor: writes each row as soon as it is answered, and reports what it has written."""
 
     def __init__(self, folder: str, settings: Mapping[str, Any]) -> None:
+        from bullet_graph._imports import load  # noqa: PLC0415
+
         self._failure = ""
         try:
-            self._engine = RowEngine(**settings)
+            self._engine: RowEngine = load("bullet_graph.ray.predictor", "RowEngine")(**settings)
             self._part = PartFile(Path(folder))
         except (BulletGraphError, OSError) as error:
             # Raised here, Ray would start the actor again and again.
@@ -99,8 +106,8 @@ def run_batch(
 
     ``settings`` are the arguments of :class:`~bullet_graph.ray.predictor.RowEngine`. ``identity`` is what a later run
     must have in common with this one. A worker takes ``tensor_parallel_size`` GPUs; ``num_workers`` None is as many as
-    there are GPUs for. Without an ``address``, Ray takes the cluster that runs on this machine, or runs in this process.
-    ``on_progress`` gets the numbers of rows that are done, one after the other.
+    there are GPUs for. Without an ``address``, Ray takes the cluster that runs on this machine, or runs in this
+    process. ``on_progress`` gets the numbers of rows that are done, one after the other.
 
     Raises:
         ConfigError: the folder is of another batch or in use, no machine has enough GPUs, or no engine can be built.

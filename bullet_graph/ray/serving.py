@@ -1,4 +1,7 @@
-"""The server on Ray Serve: engines in replicas, each with the FastAPI app as it is, behind a front."""
+"""The server on Ray Serve: engines in replicas, each with the FastAPI app as it is, behind a front.
+
+Only the replicas import torch.
+"""
 
 import asyncio
 import json
@@ -11,11 +14,8 @@ from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouter
 from starlette.types import Message, Scope
 
 from bullet_graph.config import EngineConfig
-from bullet_graph.engine.async_engine import AsyncEngine
 from bullet_graph.errors import ConfigError
 from bullet_graph.ray.front import Front
-from bullet_graph.serve.app import create_app
-from bullet_graph.serve.lifecycle import warm_up
 from bullet_graph.serve.settings import SERVE_SETTINGS, ServeSettings
 
 _OF_HTTP = ("host", "port", "max_connections", "max_headers", "max_header_bytes", "header_timeout_s", "write_timeout_s")
@@ -27,9 +27,11 @@ class EngineReplica:
     """One engine with the server's app. Its replica is healthy while the engine lives."""
 
     async def __init__(self, engine: Mapping[str, Any], server: Mapping[str, Any]) -> None:  # type: ignore[misc]
-        self._engine = AsyncEngine(**engine)
-        await warm_up(self._engine)
-        self._app = create_app(self._engine, ServeSettings(**server))
+        from bullet_graph._imports import load  # noqa: PLC0415
+
+        self._engine = load("bullet_graph.engine.async_engine", "AsyncEngine")(**engine)
+        await load("bullet_graph.serve.lifecycle", "warm_up")(self._engine)
+        self._app = load("bullet_graph.serve.app", "create_app")(self._engine, ServeSettings(**server))
         self._life = self._app.router.lifespan_context(self._app)
         await self._life.__aenter__()
 
@@ -155,6 +157,8 @@ def deployment(
         graceful_shutdown_timeout_s=checked.shutdown_timeout_s,
         graceful_shutdown_wait_loop_s=1,
         max_surge_percent=max_surge_percent,
+        # It finds a dead replica, and costs a call.
+        health_check_period_s=2,
         request_router_config=RequestRouterConfig(
             request_router_class="bullet_graph.ray.replicas:PrefixRouter", request_router_kwargs={"slack": slack}
         ),

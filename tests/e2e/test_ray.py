@@ -5,24 +5,30 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import httpx
+import numpy as np
 import psutil
 import pytest
 from cli_runner import parsed, refused, run
-from servers import serving
 
 import bullet_graph.ray
 from bullet_graph.errors import ConfigError
 
 ray = pytest.importorskip("ray", reason="needs the extra `ray`: pip install 'bullet-graph[ray]'")
 serve = pytest.importorskip("ray.serve", reason="needs the extra `ray`: pip install 'bullet-graph[ray]'")
+from ray._private import parameter  # noqa: E402
+from ray._private.node import Node  # noqa: E402
+
+from bullet_graph.ray.batch_files import CHAT  # noqa: E402
 from bullet_graph.ray.job import _Worker  # noqa: E402
 from bullet_graph.ray.replicas import PrefixHolders, Scaler, prefix_keys, ranked  # noqa: E402
 
@@ -39,17 +45,28 @@ pytestmark = pytest.mark.timeout(600)
 @pytest.fixture(scope="module", autouse=True)
 def here() -> Iterator[None]:
     """Ray on this machine, for all tests of the file."""
-    # More CPUs than there are: a batch takes two, Ray Serve three, and one more while a replica is replaced.
-    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, object_store_memory=100 << 20)
-    yield
-    ray.shutdown()
+    with pytest.MonkeyPatch.context() as patch:
+        # Processes that nothing here needs: the dashboard's, watchers of logs and of the cluster's size, the collector
+        # of statistics, and workers ahead of work.
+        patch.setattr(Node, "start_api_server", lambda *_, **__: None)
+        patch.setattr("ray.data._internal.stats.get_or_create_stats_actor", MagicMock)
+        patch.setattr(parameter, "RayParams", partial(parameter.RayParams, include_log_monitor=False, no_monitor=True))
+        config = {"enable_worker_prestart": False, "prestart_worker_first_driver": False}
+        config["enable_metrics_collection"] = False
+        # More CPUs than there are: a batch takes two, Ray Serve three, and one more while a replica is replaced.
+        options = {"include_dashboard": False, "log_to_driver": False, "object_store_memory": 100 << 20}
+        ray.init(num_cpus=4, _system_config=config, **options)
+        # Both workers of a batch begin together.
+        patch.setattr(ray.data.DataContext.get_current(), "wait_for_min_actors_s", 60)
+        yield
+        ray.shutdown()
 
 
 def mixed_rows(number: int) -> list[dict[str, Any]]:
     """Rows of all forms; those at 100, 200, … are wrong, each in its own way."""
     rows: list[dict[str, Any]] = []
     for i in range(number):
-        body = {"max_tokens": 1 + i * 7 % 23, "temperature": 0, "ignore_eos": True}
+        body = {"max_tokens": 1 + i % 3, "temperature": 0, "ignore_eos": True}
         chat = {**body, "messages": [{"role": "user", "content": f"Say {i}."}]}
         rows.append(
             [
@@ -93,24 +110,32 @@ def processes(title: str) -> list[psutil.Process]:
     return found
 
 
-def kill_one_worker(folder: Path, killed: list[int]) -> None:
-    """Kill a worker when a quarter of the rows are there."""
-    while not killed:
-        time.sleep(0.02)
-        if sum(part.read_bytes().count(b"\n") for part in folder.glob("parts/*")) > 125 and (
-            found := processes("MapWorker")
-        ):
-            killed.append(found[0].pid)
-            found[0].kill()
+def kill_one_worker(folder: Path, num_written: list[int]) -> None:
+    """Kill one of two workers when a quarter of the rows are there."""
+    while len(list(folder.glob("parts/*"))) < 2:
+        time.sleep(0.05)
+    workers = processes("MapWorker")
+    while (found := sum(part.read_bytes().count(b"\n") for part in folder.glob("parts/*"))) < 125:
+        time.sleep(0.01)
+    workers[0].kill()
+    num_written.append(found)
 
 
-def test_a_worker_dies_and_each_row_is_there_once_and_a_restart_skips_what_is_written(tmp_path: Path) -> None:
-    rows, folder, killed = mixed_rows(500), tmp_path / "out", list[int]()
+def in_this_process(table: Any, folder: Path, settings: dict[str, Any], _: object) -> Iterator[dict[str, Any]]:
+    """For `_pass`: one worker, without Ray."""
+    yield from asyncio.run(_Worker(str(folder), settings)(table)).to_pylist()
+
+
+def test_a_worker_dies_and_each_row_is_there_once_and_a_restart_skips_what_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows, folder, num_written = mixed_rows(500), tmp_path / "out", list[int]()
     command = ("batch", "--input", write(tmp_path / "in.jsonl", rows), "--output", str(folder), *OPTIONS, "--json")
-    killer = threading.Thread(target=kill_one_worker, args=(folder, killed))
+    killer = threading.Thread(target=kill_one_worker, args=(folder, num_written))
     killer.start()
     report = parsed(run(*command, "--num-workers", "2"))
     killer.join()
+    assert 125 <= num_written[0] < 400
     assert (report["rows"], report["skipped"], report["errors"]) == (500, 0, 4)
 
     found = outputs(folder)
@@ -130,7 +155,8 @@ def test_a_worker_dies_and_each_row_is_there_once_and_a_restart_skips_what_is_wr
     (folder / "output.jsonl").unlink()
     (folder / "parts" / "a.jsonl").write_bytes(b"".join(lines[:300]))
     (folder / "parts" / "b.jsonl").write_bytes(b"".join(lines[290:490]) + lines[490][:40])
-    report = parsed(run(*command, "--num-workers", "1"))
+    monkeypatch.setattr("bullet_graph.ray.job._pass", in_this_process)
+    report = parsed(run(*command))
     assert (report["rows"], report["skipped"], report["errors"]) == (500, 490, 4)
     again = outputs(folder)
     assert again[:490] == found[:490]
@@ -145,10 +171,7 @@ def test_a_worker_dies_and_each_row_is_there_once_and_a_restart_skips_what_is_wr
 def test_an_engine_that_cannot_start_ends_the_batch_with_its_message(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def one_report(table: Any, folder: Path, settings: dict[str, Any], _: object) -> Iterator[dict[str, Any]]:
-        yield from asyncio.run(_Worker(str(folder), settings)(table)).to_pylist()
-
-    monkeypatch.setattr("bullet_graph.ray.job._pass", one_report)
+    monkeypatch.setattr("bullet_graph.ray.job._pass", in_this_process)
     source = write(tmp_path / "in.jsonl", [{"prompt": "a"}])
     model = ("--model", str(tmp_path / "nonesuch"), "--device", "cpu")
     message = refused(run("batch", "--input", source, "--output", str(tmp_path / "out"), *model))
@@ -159,45 +182,41 @@ def test_an_engine_that_cannot_start_ends_the_batch_with_its_message(
     assert "the workers wrote none of 1 rows" in message
 
 
-def test_a_predictor_adds_columns_to_a_data_set() -> None:
-    prompts = [{"prompt": "The sea"}, {"prompt": ""}, {"prompt": "The sky"}]
-    rows = ray.data.from_items(prompts).map_batches(
-        bullet_graph.ray.BatchPredictor,
-        fn_constructor_kwargs={"model": "tiny", "request": {"max_tokens": 5, "ignore_eos": True}, **ENGINE},
-        batch_size=2,
-        compute=ray.data.ActorPoolStrategy(size=1),
-    )
-    found = {row["prompt"]: row for row in rows.take_all()}
-    assert found["The sea"]["completion_tokens"] == found["The sky"]["completion_tokens"] == 5
-    assert found["The sea"]["finish_reason"] == "length"
-    assert found["The sea"]["error"] == ""
-    assert "at least" in found[""]["error"]
-    assert found[""]["generated_text"] == ""
+@pytest.fixture(scope="module")
+def predictor() -> bullet_graph.ray.BatchPredictor:
+    """An engine in this process."""
+    return bullet_graph.ray.BatchPredictor("tiny", request={"max_tokens": 5, "ignore_eos": True}, **ENGINE)
+
+
+async def test_a_predictor_adds_columns_to_a_batch(predictor: bullet_graph.ray.BatchPredictor) -> None:
+    found = await predictor({"prompt": np.array(["The sea", "", "The sky"], object)})
+    assert found["completion_tokens"].tolist() == [5, 0, 5]
+    assert found["finish_reason"].tolist() == ["length", "", "length"]
+    assert found["error"][0] == found["generated_text"][1] == ""
+    assert "at least" in found["error"][1]
+    chats = np.array([[{"role": "user", "content": "Who?", "name": None}]], object)
+    assert (await predictor({"messages": chats}))["completion_tokens"].tolist() == [5]
 
 
 # ---- Ray Serve ----
 
+Ask = Callable[[dict[str, Any]], Awaitable[Any]]
 
-def converse(url: str, number: int) -> int:
-    """One conversation of four turns, each after the answer before it; the tokens of prompts that were cached."""
-    said = [{"role": "system", "content": f"You are {number % 4}. " + "Answer briefly and kindly. " * 4}]
-    cached = 0
-    with httpx.Client(base_url=url, timeout=300) as client:
-        for turn in range(4):
+
+async def converse(ask: Ask) -> int:
+    """Eight conversations at once, of three turns; the tokens of prompts that were cached."""
+
+    async def one(number: int) -> int:
+        said = [{"role": "system", "content": f"You are {number % 4}. " + "Answer briefly and kindly. " * 4}]
+        cached = 0
+        for turn in range(3):
             said.append({"role": "user", "content": f"Question {turn} of conversation {number}?"})
-            request = {"messages": said, "max_tokens": 16, "temperature": 0, "ignore_eos": True}
-            answer = client.post("/v1/chat/completions", json=request)
-            assert answer.status_code == 200, answer.text
-            found = answer.json()
+            found = await ask({"messages": said, "max_tokens": 8, "temperature": 0, "ignore_eos": True})
             cached += found["usage"]["prompt_tokens_details"]["cached_tokens"]
             said.append(found["choices"][0]["message"])
-    return cached
+        return cached
 
-
-def converse_together(url: str) -> int:
-    """Sixteen conversations, four at a time."""
-    with ThreadPoolExecutor(4) as threads:
-        return sum(threads.map(lambda number: converse(url, number), range(16)))
+    return sum(await asyncio.gather(*map(one, range(8))))
 
 
 @pytest.fixture(scope="module")
@@ -213,11 +232,19 @@ def url() -> Iterator[str]:
     serve.shutdown()
 
 
-def test_two_replicas_find_the_prefixes_that_one_server_finds(url: str) -> None:
-    with serving("tiny", **ENGINE) as alone:
-        alone_cached = converse_together(alone.url)
-    assert alone_cached > 4000
-    assert converse_together(url) >= 0.9 * alone_cached
+async def test_two_replicas_find_the_prefixes_that_one_engine_finds(
+    url: str, predictor: bullet_graph.ray.BatchPredictor
+) -> None:
+    async def ask_alone(body: dict[str, Any]) -> Any:
+        return (await predictor._engine.answer({"method": "POST", "url": CHAT, "body": body})).body
+
+    async def ask(body: dict[str, Any]) -> Any:
+        return (await client.post("/v1/chat/completions", json=body)).raise_for_status().json()
+
+    alone_cached = await converse(ask_alone)
+    assert alone_cached > 1000
+    async with httpx.AsyncClient(base_url=url, timeout=300) as client:
+        assert await converse(ask) >= 0.9 * alone_cached
 
 
 def test_the_app_behind_ray_serve_is_the_servers(url: str) -> None:
@@ -233,6 +260,10 @@ def test_the_app_behind_ray_serve_is_the_servers(url: str) -> None:
     assert len(lines) == 9
 
 
+def num_running() -> int:
+    return serve.status().applications["tiny"].deployments["engine"].replica_states.get("RUNNING", 0)
+
+
 def test_no_request_fails_while_a_replica_dies_and_is_replaced(url: str) -> None:
     """The harder case than a restart: nobody drains a replica that is killed."""
     statuses, stop = list[int](), threading.Event()
@@ -240,8 +271,9 @@ def test_no_request_fails_while_a_replica_dies_and_is_replaced(url: str) -> None
     def ask(number: int) -> None:
         with httpx.Client(base_url=url, timeout=300) as client:
             while not stop.is_set():
-                request = {"prompt": f"{number}: ", "max_tokens": 40, "temperature": 0, "ignore_eos": True}
+                request = {"prompt": f"{number}: ", "max_tokens": 24, "temperature": 0, "ignore_eos": True}
                 statuses.append(client.post("/v1/completions", json=request).status_code)
+                stop.wait(0.3)
 
     before = processes("ServeReplica:tiny:engine")
     assert len(before) == 2
@@ -250,16 +282,16 @@ def test_no_request_fails_while_a_replica_dies_and_is_replaced(url: str) -> None
         try:
             time.sleep(1)
             before[0].kill()
-            while len(now := processes("ServeReplica:tiny:engine")) != 2 or before[0] in now:
-                time.sleep(0.2)
+            while len(now := processes("ServeReplica:tiny:engine")) != 2 or before[0] in now or num_running() != 2:
+                time.sleep(0.5)
             num_before = len(statuses)
-            while len(statuses) < num_before + 20:
-                time.sleep(0.2)
+            while len(statuses) < num_before + 12:
+                time.sleep(0.1)
         finally:
             stop.set()
         for each in asking:
             each.result()
-    assert len(set(now) & set(before)) == 1
+    assert before[1] in now
     assert set(statuses) == {200}
 
 
