@@ -55,7 +55,7 @@ def here() -> Iterator[None]:
         config["enable_metrics_collection"] = False
         # More CPUs than there are: a batch takes two, Ray Serve three, and one more while a replica is replaced.
         options = {"include_dashboard": False, "log_to_driver": False, "object_store_memory": 100 << 20}
-        ray.init(num_cpus=4, _system_config=config, **options)
+        ray.init("local", num_cpus=4, _system_config=config, **options)
         # Both workers of a batch begin together.
         patch.setattr(ray.data.DataContext.get_current(), "wait_for_min_actors_s", 60)
         yield
