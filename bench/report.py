@@ -215,21 +215,21 @@ def worse_rows(task: Task) -> Iterator[str]:
     if rate is not None:
         on_time = [figure_of(cell, rate, "slo_attainment") or 0.0 for cell in (own, *task.peers.values())]
         load += f" ({100 * on_time[0]:.0f} and {100 * max(on_time[1:]):.0f} % on time)"
-    if worse or task.is_search:
-        yield f"| {task.model}, {task.short} | {' | '.join(cells)} | {load}: {told or 'nothing'} |"
+    if worse:
+        yield f"| {task.model}, {task.short} | {' | '.join(cells)} | {load}: {told} |"
 
 
 # ---- the report ----
 
 INTRODUCTION = """# Measurements
 
-Written by `python -m bench.report` from the JSON files in `{folder}`; `--check` compares it with them.
+Written by `python -m bench.report` from the JSON files in `{folder}`.
 Machine: {device}, driver {driver}, {versions}. Weights are random, in the models' shapes.
 
 **How to read the ratios.** "Ratio" is this engine over the best peer setting: goodput should be high, times and energy
 low. The peer may take another setting for each row; this engine runs `auto`, and its best setting all at once. Goodput
 is the highest rate at which 90 % of the requests (`goodput_99`: 99 %) meet both targets. "Short": runs of 9 to
-20 s, in which a queue only began to grow; they flatter rates. Two ratios mean that the peer's search
+20 s, too short for queues; they flatter rates. Two ratios mean that the peer's search
 ended early: its goodput lies below the rate at which it failed ("<"). "Limit" is the time of the same
 kernels alone, on the same card under its power cap, or of the bytes at a copy's rate. Cards of one name differ by
 some 4 %: only figures of one file, or of one card, compare.

@@ -16,6 +16,7 @@ from bullet_graph.perf import table as tables
 from bullet_graph.perf.table import (
     DecodePoint,
     _checksum,
+    format_name,
     list_tables,
     load_table,
     read_table,
@@ -206,5 +207,6 @@ def test_an_installed_package_looks_inside_itself(tmp_path: Path, monkeypatch: p
 def test_every_shipped_table_can_be_read() -> None:
     for path in list_tables():
         table = read_table(path)
-        assert path.name == table_file_name(table.key.gpu, table.key.model, table.key.dtype)
+        dtype = format_name(table.key.dtype, table.key.shape)
+        assert path.name == table_file_name(table.key.gpu, table.key.model, dtype)
         assert table.complete
