@@ -269,18 +269,22 @@ def test_no_request_fails_while_a_replica_dies_and_is_replaced(url: str) -> None
     statuses, stop = list[int](), threading.Event()
 
     def ask(number: int) -> None:
+        # The first is under way when the replica dies; the others come while it is replaced.
+        max_tokens = 400
         with httpx.Client(base_url=url, timeout=300) as client:
             while not stop.is_set():
-                request = {"prompt": f"{number}: ", "max_tokens": 24, "temperature": 0, "ignore_eos": True}
+                request = {"prompt": f"{number}: ", "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
                 statuses.append(client.post("/v1/completions", json=request).status_code)
-                stop.wait(0.3)
+                max_tokens = 8
+                stop.wait(0.4)
 
     before = processes("ServeReplica:tiny:engine")
     assert len(before) == 2
     with ThreadPoolExecutor(4) as threads:
         asking = [threads.submit(ask, number) for number in range(4)]
         try:
-            time.sleep(1)
+            time.sleep(0.3)
+            assert not statuses
             before[0].kill()
             while len(now := processes("ServeReplica:tiny:engine")) != 2 or before[0] in now or num_running() != 2:
                 time.sleep(0.5)
