@@ -104,7 +104,7 @@ def run_batch(
 ) -> BatchReport:
     """Do those rows that ``folder``, which all machines of the cluster must see, does not hold yet.
 
-    ``settings`` are the arguments of :class:`~bullet_graph.ray.predictor.RowEngine`. ``identity`` is what a later run
+    ``settings`` are all of :class:`~bullet_graph.ray.predictor.RowEngine`'s arguments. ``identity`` is what a later run
     must have in common with this one. A worker takes ``tensor_parallel_size`` GPUs; ``num_workers`` None is as many as
     there are GPUs for. Without an ``address``, Ray takes the cluster that runs on this machine, or runs in this
     process. ``on_progress`` gets the numbers of rows that are done, one after the other.
@@ -173,7 +173,7 @@ def _pass(table: pa.Table, folder: Path, settings: Mapping[str, Any], workers: _
     number = min(workers.number, math.ceil(len(table) / _ROWS_PER_TASK))
     size = min(_ROWS_PER_TASK, math.ceil(len(table) / (number * _TASKS_PER_WORKER)))
     # Enough to fill the engine, and one to go on with.
-    ahead = min(math.ceil(settings.get("max_num_seqs", size) / size) + 1, _MOST_TASKS_AHEAD)
+    ahead = min(math.ceil(settings["max_num_seqs"] / size) + 1, _MOST_TASKS_AHEAD)
     # `from_arrow` would start processes that look at each table.
     tasks = ray.data.from_blocks([table.slice(begin, size) for begin in range(0, len(table), size)])
     tasks.context.enable_progress_bars = tasks.context.print_on_execution_start = False

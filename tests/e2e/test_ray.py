@@ -29,7 +29,7 @@ from ray._private import parameter  # noqa: E402
 from ray._private.node import Node  # noqa: E402
 
 from bullet_graph.ray.batch_files import CHAT  # noqa: E402
-from bullet_graph.ray.job import _Worker  # noqa: E402
+from bullet_graph.ray.job import _Worker, _Workers  # noqa: E402
 from bullet_graph.ray.replicas import PrefixHolders, Scaler, prefix_keys, ranked  # noqa: E402
 
 ENGINE = {"device": "cpu", "kv_cache_bytes": 4 << 20, "max_model_len": 512, "cpu_threads": 1, "max_num_seqs": 32}
@@ -339,6 +339,21 @@ def test_replicas_follow_the_largest_of_queue_ttft_and_use(figures: dict[str, An
     scaler = Scaler(target_queue_len=16, target_ttft_ms=1000, max_num_seqs=100)
     context = SimpleNamespace(aggregated_metrics=figures, current_num_replicas=4, target_num_replicas=3)
     assert scaler(context)[0] == wanted
+
+
+def test_workers_and_replicas_take_a_gpu_for_each_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    machines = [{"Alive": True, "Resources": {"GPU": float(gpus)}} for gpus in (8, 3)]
+    monkeypatch.setattr(ray, "nodes", lambda: [*machines, {"Alive": True, "Resources": {}}])
+    assert _Workers.of(None, "auto", 2) == _Workers(number=5, gpus=2)
+    assert _Workers.of(3, "cuda", 1) == _Workers(number=3, gpus=1)
+    assert _Workers.of(None, "cpu", 2) == _Workers(number=1, gpus=0)
+    with pytest.raises(ConfigError, match=r"16 GPUs of one machine .* at most 8"):
+        _Workers.of(2, "auto", 16)
+    machines.clear()
+    assert _Workers.of(2, "auto", 2) == _Workers(number=2, gpus=0)
+    for settings, gpus in (({"tensor_parallel_size": 4}, 4), ({"device": "cpu", "tensor_parallel_size": 4}, 0)):
+        engines = bullet_graph.ray.deployment("tiny", **settings)._bound_deployment.init_args[0]
+        assert engines._bound_deployment.ray_actor_options["num_gpus"] == gpus
 
 
 def test_an_application_says_what_it_needs() -> None:
