@@ -13,7 +13,7 @@ from click.core import ParameterSource
 
 from bullet_graph.cli import EXIT_ERROR
 from bullet_graph.cli.engine_run import open_engine, tell_random_weights
-from bullet_graph.cli.options import engine_options, fit_max_num_seqs
+from bullet_graph.cli.options import engine_options, fit_max_num_seqs, parse_object
 from bullet_graph.config import EngineConfig
 from bullet_graph.engine.engine import Engine
 from bullet_graph.engine.output import CompletionOutput, OutputKind, RequestOutput
@@ -35,16 +35,6 @@ def _parse_ids(_: click.Context, __: click.Parameter, values: tuple[str, ...]) -
         raise click.BadParameter(f"write token ids as 1,2,3 ({error})") from error
 
 
-def _parse_object(_: click.Context, __: click.Parameter, text: str | None) -> dict[str, Any] | None:
-    try:
-        value = None if text is None else json.loads(text)
-    except ValueError as error:
-        raise click.BadParameter(f"write a JSON object ({error})") from error
-    if value is not None and not isinstance(value, dict):
-        raise click.BadParameter("write a JSON object")
-    return value
-
-
 @click.command()
 @engine_options(max_num_seqs=256, max_num_seqs_shown="as many as there are outputs, at most 256")
 @click.option("--prompt", "texts", multiple=True, help="A prompt; may be given again.")
@@ -58,7 +48,7 @@ def _parse_object(_: click.Context, __: click.Parameter, text: str | None) -> di
 @click.option(
     "--chat-template-kwargs",
     metavar="JSON",
-    callback=_parse_object,
+    callback=parse_object,
     help="With --chat: variables of the template, such as '{\"enable_thinking\": false}'.",
 )
 @click.option("--temperature", default=1.0, help="0: always the most probable token.")

@@ -16,6 +16,7 @@ from bullet_graph.cli import EXIT_ERROR, EXIT_INTERRUPTED
 from bullet_graph.config import RENAMED
 
 _COMMANDS = {
+    "batch": ("batch:batch", "Answer the rows of files, on one machine or a Ray cluster."),
     "doctor": ("doctor:doctor", "Check what works on this machine, and say how to mend the rest."),
     "explain": ("explain:explain", "Sum up a decision trace."),
     "generate": ("generate:generate", "Continue prompts, printing text as it comes."),

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import json
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import MISSING
 from pathlib import Path
@@ -35,6 +36,17 @@ def parsed_by(parse: Callable[[str], Any], without: Any = None) -> OptionCallbac
 
 
 parse_size = parsed_by(parse_bytes)
+
+
+def parse_object(_: click.Context, __: click.Parameter, text: str | None) -> dict[str, Any] | None:
+    """An option's callback that reads a JSON object."""
+    try:
+        value = None if text is None else json.loads(text)
+    except ValueError as error:
+        raise click.BadParameter(f"write a JSON object ({error})") from error
+    if value is not None and not isinstance(value, dict):
+        raise click.BadParameter("write a JSON object")
+    return value
 
 
 def setting_options(*names: str, **defaults: Any) -> Decorator:

@@ -8,13 +8,16 @@ import reprlib
 from collections.abc import Mapping
 from contextlib import suppress
 from http import HTTPStatus
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi.exceptions import RequestValidationError
+from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from bullet_graph.errors import BulletGraphError, EngineDeadError, LateError, SamplingParamsError
+
+M = TypeVar("M", bound=BaseModel)
 
 _TYPES = {
     401: "authentication_error",
@@ -95,6 +98,15 @@ class ApiError(Exception):
         if isinstance(error, TimeoutError):
             return cls(504, "the request took longer than the server's --request-timeout", code="timeout")
         return cls(500, "the server failed on this request; its log tells why", code="internal_error")
+
+
+def read_request(kind: type[M], body: object) -> M:
+    """A request from its body, a value of JSON; ApiError 400, as the server answers, if it is none."""
+    try:
+        return kind.model_validate(body)
+    except ValidationError as error:
+        found = [{**problem, "loc": ("body", *problem["loc"])} for problem in error.errors()]
+        raise _validation_error(RequestValidationError(found, body=body)) from None
 
 
 def _validation_error(error: RequestValidationError) -> ApiError:

@@ -66,11 +66,21 @@ class Generation:
 
     def answer(self, request: Request, tally: Tally) -> Answer:
         """Answer a request, whose tokens are counted in the tally; ApiError 404 if it names another model."""
+        written, timeout_s = self._format(request, tally), self._settings.request_timeout_s
+        if request.stream:
+            return Answer(timeout_s=timeout_s, events=partial(self._events, request, written, tally))
+        return Answer(timeout_s=timeout_s, whole=partial(self._whole, request, written, tally))
+
+    async def body(self, request: Request, tally: Tally) -> bytes:
+        """The whole answer to a request as JSON, for callers without HTTP; raises what ``ApiError.of`` takes."""
+        return await self._whole(request, self._format(request, tally), tally)
+
+    def _format(self, request: Request, tally: Tally) -> AnswerFormat:
         self.check_model(request.model)
         kind: Callable[..., AnswerFormat] = CompletionFormat
         if isinstance(request, ChatCompletionRequest):
             kind = partial(ChatFormat, call_parser=self._call_parser(request))
-        written = kind(
+        return kind(
             self._settings.served_model_name,
             self._texts,
             with_token_ids=bool(request.return_token_ids),
@@ -79,10 +89,6 @@ class Generation:
             num_logprobs=request.wanted_logprobs,
             num_prompt_logprobs=request.prompt_logprobs,
         )
-        timeout_s = self._settings.request_timeout_s
-        if request.stream:
-            return Answer(timeout_s=timeout_s, events=partial(self._events, request, written, tally))
-        return Answer(timeout_s=timeout_s, whole=partial(self._whole, request, written, tally))
 
     def _call_parser(self, request: ChatCompletionRequest) -> Callable[[], ToolCallParser] | None:
         """What finds calls in an answer; None where the model may make none."""

@@ -1,0 +1,145 @@
+"""The files of a batch: what an input may be, and what an output folder holds after deaths and restarts."""
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cli_runner import refused, run
+
+from bullet_graph.errors import ConfigError, WorkloadError
+
+pa = pytest.importorskip("pyarrow", reason="needs the extra `ray`: pip install 'bullet-graph[ray]'")
+from pyarrow import parquet  # noqa: E402
+
+from bullet_graph.ray.batch_files import CHAT, COMPLETIONS, OutputFolder, PartFile, read_input  # noqa: E402
+
+MESSAGES = [{"role": "user", "content": "a"}]
+ENVELOPE = {"custom_id": "x", "method": "POST", "url": COMPLETIONS, "body": {"prompt": "a", "max_tokens": 9}}
+
+
+def write(path: Path, *rows: Any) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def row(custom_id: str, status: int = 200) -> dict[str, Any]:
+    return {"custom_id": custom_id, "response": {"status_code": status}}
+
+
+def test_rows_of_both_forms_become_requests_with_defaults(tmp_path: Path) -> None:
+    found = read_input(
+        write(tmp_path / "a.jsonl", ENVELOPE, {"prompt": [1]}, {"messages": MESSAGES, "max_tokens": 3}),
+        {"max_tokens": 5},
+    )
+    assert found.custom_ids == ["x", "row-2", "row-3"]
+    assert [json.loads(line) for line in found.lines] == [
+        {name: ENVELOPE[name] for name in ("method", "url", "body")},
+        {"method": "POST", "url": COMPLETIONS, "body": {"max_tokens": 5, "prompt": [1]}},
+        {"method": "POST", "url": CHAT, "body": {"max_tokens": 3, "messages": MESSAGES}},
+    ]
+
+
+def test_the_longest_outputs_come_first(tmp_path: Path) -> None:
+    bodies = [
+        {"prompt": "a", "max_tokens": 20},
+        {"prompt": "a"},
+        {"prompt": "a", "max_tokens": 20, "n": 3},
+        {"messages": MESSAGES},
+        {"prompt": ["a", "b"], "max_tokens": 20},
+        {"prompt": "longer", "max_tokens": 20},
+        {"prompt": "a", "max_tokens": "wrong"},
+    ]
+    rows = read_input(write(tmp_path / "a.jsonl", *bodies))
+    table = rows.longest_first(set(rows.custom_ids))
+    assert [int(custom_id[4:]) for custom_id in table["custom_id"].to_pylist()] == [4, 3, 5, 6, 1, 7, 2]
+    assert rows.longest_first({"row-1", "row-3"})["custom_id"].to_pylist() == ["row-3", "row-1"]
+
+
+def test_parquet_compressed_lines_folders_and_uris_hold_the_same_rows(tmp_path: Path) -> None:
+    rows = [ENVELOPE, ENVELOPE | {"custom_id": "y", "url": CHAT, "body": {"messages": MESSAGES}}]
+    plain = read_input(write(tmp_path / "a.jsonl", *rows))
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress((tmp_path / "a.jsonl").read_bytes()))
+    parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "structs.parquet")
+    texts = [each | {"body": json.dumps(each["body"])} for each in rows]
+    parquet.write_table(pa.Table.from_pylist(texts), tmp_path / "texts.parquet")
+    for name in ("a.jsonl.gz", "texts.parquet"):
+        assert read_input(str(tmp_path / name)).digest == plain.digest
+    structs = read_input(f"file://{tmp_path}/structs.parquet")
+    assert [json.loads(line) for line in structs.lines] == [json.loads(line) for line in plain.lines]
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    write(folder / "2.jsonl", rows[1])
+    write(folder / "1.jsonl", rows[0])
+    (folder / "notes.txt").write_text("no row")
+    assert read_input(str(folder)).custom_ids == ["x", "y"]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "at least one row"),
+        ("{\n", "line 1: a JSON object is required"),
+        ("[1]\n", "line 1: a JSON object is required"),
+        ('\n{"text": "a"}\n', "line 2: .* found text"),
+        ('{"body": {}, "url": "/v1/completions"}\n', "custom_id, method not found"),
+        ('{"prompt": "a", "custom_id": 3}\n', "custom_id must be a text"),
+        ('{"prompt": "a", "custom_id": "row-2"}\n{"prompt": "b"}\n', "line 2: each custom_id .* 'row-2' in .*line 1"),
+    ],
+)
+def test_a_wrong_file_is_refused_with_its_line_before_ray_or_a_model_starts(
+    tmp_path: Path, text: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "in.jsonl"
+    path.write_text(text)
+    with pytest.raises(WorkloadError, match=message):
+        read_input(str(path))
+    monkeypatch.setattr("bullet_graph.cli.batch.require_extra", lambda *_, **__: None)
+    monkeypatch.setitem(__import__("sys").modules, "bullet_graph.ray.job", None)
+    assert str(path) in refused(
+        run("batch", "--input", str(path), "--output", str(tmp_path / "out"), "--model", "tiny")
+    )
+
+
+def test_a_missing_file_and_a_store_that_does_not_answer_are_named(tmp_path: Path) -> None:
+    with pytest.raises(WorkloadError, match="there is no such file"):
+        read_input(str(tmp_path / "none.jsonl"))
+    with pytest.raises(WorkloadError, match=r"s3://bucket/a\.jsonl.* cannot be read"):
+        read_input("s3://bucket/a.jsonl?scheme=http&endpoint_override=127.0.0.1:1&region=x&access_key=a&secret_key=b")
+
+
+def test_an_output_has_each_row_once_whatever_was_written_twice_or_torn(tmp_path: Path) -> None:
+    path = tmp_path / "out"
+    with OutputFolder(path, {"input": "1"}) as folder:
+        for rows in ([row("a"), row("b", 500)], [row("a", 500), row("b"), row("c", 400), row("d", 500)]):
+            part = PartFile(path)
+            for each in rows:
+                part.append(each)
+            part.sync()
+        (path / "parts" / "torn.jsonl").write_text(json.dumps(row("e")))
+        folder.refresh()
+        assert folder.done == {"a", "b", "c"}
+        assert folder.written == {"a", "b", "c", "d"}
+        assert folder.num_errors == 2
+        folder.finish(["d", "c", "b", "a", "e"])
+        with pytest.raises(ConfigError, match="another batch writes there"), OutputFolder(path, {"input": "1"}):
+            pass
+    found = [json.loads(line) for line in (path / "output.jsonl").read_text().splitlines()]
+    assert [(each["custom_id"], each["response"]["status_code"]) for each in found] == [
+        ("d", 500),
+        ("c", 400),
+        ("b", 200),
+        ("a", 200),
+    ]
+    assert not list(path.glob("parts/*"))
+    with OutputFolder(path, {"input": "1"}) as folder:
+        assert folder.done == {"a", "b", "c"}
+    with pytest.raises(ConfigError, match="differs in input"), OutputFolder(path, {"input": "2"}):
+        pass
+
+
+def test_without_ray_the_command_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bullet_graph.cli.result_file.find_spec", lambda name: None if name == "ray" else object())
+    message = refused(run("batch", "--input", "in.jsonl", "--output", str(tmp_path), "--model", "tiny"))
+    assert "needs ray, not installed here: pip install 'bullet-graph[ray]'" in message
