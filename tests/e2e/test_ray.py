@@ -30,7 +30,7 @@ from ray._private.node import Node  # noqa: E402
 
 from bullet_graph.ray.batch_files import CHAT  # noqa: E402
 from bullet_graph.ray.job import _Worker, _Workers  # noqa: E402
-from bullet_graph.ray.replicas import PrefixHolders, Scaler, prefix_keys, ranked  # noqa: E402
+from bullet_graph.ray.replicas import Scaler  # noqa: E402
 
 ENGINE = {"device": "cpu", "kv_cache_bytes": 4 << 20, "max_model_len": 512, "cpu_threads": 1, "max_num_seqs": 32}
 OPTIONS = (
@@ -300,29 +300,6 @@ def test_no_request_fails_while_a_replica_dies_and_is_replaced(url: str) -> None
 
 
 # ---- what decides, without replicas ----
-
-
-def test_a_prefix_goes_where_it_is_held_unless_that_replica_is_busy() -> None:
-    system = "You answer briefly. " * 20
-    first, second = (json.dumps({"messages": [{"role": "user", "content": system + end}]}).encode() for end in "ab")
-    keys, others = prefix_keys(first), prefix_keys(second)
-    assert len(keys) == 6
-    assert keys == others, "they differ in the last characters, which fill no block"
-    assert prefix_keys(first.replace(b"{", b'{"cache_salt": "x", ', 1)) != keys
-    assert prefix_keys(b'{"prompt": [1, 2]}') == prefix_keys(b"no JSON") == prefix_keys(b"[]") == []
-    assert len(prefix_keys(json.dumps({"prompt": list(range(40))}).encode())) == 2
-
-    holders = PrefixHolders(most_blocks=8)
-    holders.add(keys[:3], "a")
-    holders.add(keys[:1], "b")
-    assert holders.depths(keys) == {"a": 3, "b": 1}
-    assert ranked("abc", holders.depths(keys), {"a": 4}, slack=4) == ["a", "b", "c"]
-    assert ranked("abc", holders.depths(keys), {"a": 5}, slack=4) == ["b", "c", "a"]
-    assert ranked("ab", {}, {"a": 1}, slack=4) == ["b", "a"]
-    holders.add([b"%d" % i for i in range(7)], "c")
-    assert holders.depths(keys) == {"a": 1, "b": 1}, "of eight blocks, the least recently used are forgotten"
-    holders.keep({"c"})
-    assert not holders.depths(keys)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
-"""What a front does when the engine that answers goes away, before and after its answer has begun."""
+"""What a front does when the engine that answers goes away, before and after its answer; and the keys of prompts."""
 
 import asyncio
+import json
 from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any
 
@@ -9,6 +10,7 @@ from starlette.types import Message, Scope
 
 from bullet_graph.serve.errors import ApiError
 from bullet_graph.serve.forward import EngineGoneError, Forwarder
+from bullet_graph.serve.prompt_keys import prompt_keys
 
 JSON, STREAM = b"application/json", b"text/event-stream; charset=utf-8"
 NOTHING: tuple[Message, ...] = ()
@@ -141,3 +143,14 @@ def test_a_request_ends_when_its_client_leaves_or_the_server_stops(reason: str) 
     sent = asyncio.run(run())
     assert ended
     assert (b"shut down" in body_of(sent)) == (reason == "abort")
+
+
+def test_prompts_share_the_keys_of_what_they_share() -> None:
+    system = "You answer briefly. " * 20
+    first, second = (json.dumps({"messages": [{"role": "user", "content": system + end}]}).encode() for end in "ab")
+    keys, others = prompt_keys(first), prompt_keys(second)
+    assert len(keys) == 6
+    assert keys == others, "they differ in the last characters, which fill no block"
+    assert prompt_keys(first.replace(b"{", b'{"cache_salt": "x", ', 1)) != keys
+    assert prompt_keys(b'{"prompt": [1, 2]}') == prompt_keys(b"no JSON") == prompt_keys(b"[]") == []
+    assert len(prompt_keys(json.dumps({"prompt": list(range(40))}).encode())) == 2
