@@ -7,12 +7,10 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from datetime import datetime
-from functools import partial
 from typing import Any, NamedTuple
 
 import click
 
-from bullet_graph.cli.bench.sweep_runner import at_rate, fastest_rate
 from bullet_graph.cli.options import COUNT, result_options
 from bullet_graph.cli.replay_options import (
     GoodputCommand,
@@ -31,7 +29,17 @@ from bullet_graph.engine.fleet import Fleet, Outcome, RouterName, Traffic, share
 from bullet_graph.errors import ConfigError
 from bullet_graph.models.config import DTYPE_BYTES
 from bullet_graph.models.progress import progress_bar
-from bullet_graph.perf.goodput_search import SHARES, Goodput, GoodputSearch, RateRun, bracket
+from bullet_graph.perf.goodput_search import (
+    CONVERSATIONS_WARMUP_S,
+    LEAST_REQUESTS,
+    LEAST_SECONDS,
+    SHARES,
+    WARMUP_S,
+    Goodput,
+    GoodputSearch,
+    RateRun,
+    bracket,
+)
 from bullet_graph.perf.roofline import kv_cache_bytes_per_token
 from bullet_graph.slo import NO_TARGETS
 from bullet_graph.workloads import Arrivals
@@ -61,16 +69,22 @@ class System(NamedTuple):
 
 
 class Comparison:
-    """Serves one trace on fleets at rates; rates are in requests per second and GPU."""
+    """Serves one trace on fleets at rates; rates are in requests per second and GPU.
+
+    A run has ``seconds`` of arrivals; None: the trace as it is.
+    """
 
     def __init__(
-        self, simulator: Simulator, fleet: Callable[..., Fleet], links: Sequence[Link], smoke: bool, show: bool
+        self,
+        simulator: Simulator,
+        fleet: Callable[..., Fleet],
+        links: Sequence[Link],
+        *,
+        seconds: float | None,
+        show: bool,
     ) -> None:
         self._simulator, self._fleet, self._links = simulator, fleet, links
-        self._smoke, self._show = smoke, show
-        base = simulator.workload
-        again = None if smoke else partial(base.repeated, most_new=max(len(base.requests), _MOST_NEW_REQUESTS))
-        self._workload = dataclasses.replace(base, longer=again)
+        self._seconds, self._show = seconds, show
         dtype_bytes = DTYPE_BYTES[simulator.dtype]
         self._kv_bytes_per_token = kv_cache_bytes_per_token(simulator.model, dtype_bytes=dtype_bytes)
         # The prompts do not depend on the links: one run of them serves all.
@@ -110,7 +124,13 @@ class Comparison:
     def _arrivals(self, machines: int, rate: float) -> tuple[Traffic, Arrivals]:
         key = machines, rate
         if self._traffic is None or self._traffic[0] != key:
-            workload, arrivals = at_rate(self._workload, self._simulator.arrivals, rate * machines, smoke=self._smoke)
+            workload, uncounted_s = self._simulator.workload, 0.0
+            if self._seconds is not None:
+                count = max(LEAST_REQUESTS, math.ceil(self._seconds * rate * machines))
+                workload = workload.repeated(count, most_new=max(len(workload.requests), _MOST_NEW_REQUESTS))
+                uncounted_s = CONVERSATIONS_WARMUP_S if any(r.follows for r in workload.requests) else WARMUP_S
+            own = {"request_rate": rate * machines, "uncounted_s": uncounted_s}
+            arrivals = dataclasses.replace(self._simulator.arrivals, **own)
             self._traffic = key, Traffic(workload, arrivals.times(workload)), arrivals
         return self._traffic[1:]
 
@@ -173,6 +193,12 @@ class Comparison:
     "--sample-machines", type=COUNT, default=4, help="GPUs of each fleet that are simulated; all are routed to."
 )
 @click.option("--processes", type=COUNT, help="That simulate at once.  [default: the CPU's cores]")
+@click.option(
+    "--arrival-seconds",
+    type=click.FloatRange(min=0, min_open=True),
+    default=float(LEAST_SECONDS),
+    help="Of each run; results of shorter ones are not sustained.",
+)
 @burstiness_option
 @search_options
 @machine_options
@@ -187,6 +213,7 @@ def fleet(
     sweep: bool,
     sample_machines: int,
     processes: int | None,
+    arrival_seconds: float,
     burstiness: float,
     smoke: bool,
     output: Output,
@@ -231,13 +258,14 @@ def fleet(
             processes=processes or os.cpu_count() or 1,
         )
 
-    comparison = Comparison(simulator, make, links, smoke, show=not output.as_json and sys.stderr.isatty())
+    show_progress = not output.as_json and sys.stderr.isatty()
+    seconds = None if smoke else arrival_seconds
+    comparison = Comparison(simulator, make, links, seconds=seconds, show=show_progress)
     systems = []
     for count in dict.fromkeys(machines):
         systems.append(System(count))
         if split != 0 and count > 1:
             systems += [System(count, link.gb_per_s, split) for link in links]
-    search = dataclasses.replace(search, fastest=fastest_rate(simulator.workload, smoke=True))
     found = []
     first_rates: dict[float | None, float] = {}
     for system in systems:

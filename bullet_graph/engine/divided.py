@@ -45,16 +45,24 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Prefilled:
-    """All requests in the order of their first tokens, with the machine that has each prompt and when it arrived.
+    """Prompts that are served, and where they go on.
 
-    ``refused`` are requests that no engine could serve, with the reason, in the order of arrival.
+    Attributes:
+        order: indices of all requests in the order of their first tokens.
+        source, target: by request, the machine that prefills it, and the one that decodes it.
+        arrivals_s, first_s: by request, when it arrives and when its first token is out.
+        lacking: by request, tokens of its prompt that the target has not.
+        prompt_tokens, cached_tokens: of all prompts, and of these those that their source had already.
+        refused: requests that no engine could serve, by index.
     """
 
     prefill_machines: int
     order: Sequence[int]
-    machine: Sequence[int]
+    source: Sequence[int]
+    target: Sequence[int]
     arrivals_s: Sequence[float]
     first_s: Sequence[float]
+    lacking: Sequence[int]
     prompt_tokens: int
     cached_tokens: int
     refused: Mapping[int, ServedRequest]
@@ -109,16 +117,33 @@ def prefill(fleet: Fleet, traffic: Traffic, prefill_machines: int) -> Prefilled:
     for machine, first_s in in_processes(serve, range(prefill_machines), fleet.processes):
         times[indices[machine]] = first_s
     done = np.array([index for index in sent if index not in refused], dtype=np.int64)
+    order, out_s = done[np.argsort(times[done], kind="stable")].tolist(), times.tolist()
+    # Where each goes on is decided once its first token is out, whatever the link is.
+    router = Router(fleet.machines - prefill_machines, fleet.router, SLACK_REQUESTS * _mean_context(traffic))
+    target, lacking = [-1] * len(requests), [0] * len(requests)
+    for index in order:
+        request, keys = requests[index], traffic.keys(index)
+        target[index], depth = router.choose(out_s[index], keys)
+        cached = traffic.cached(index, depth, with_outputs=True) if depth else 0
+        lacking[index] = request.prompt_tokens - cached
+        context, end_s = request.prompt_tokens + request.output_tokens, out_s[index] + request.output_tokens * tpot_s
+        router.take(target[index], traffic.held(index), context, end_s)
     return Prefilled(
         prefill_machines,
-        done[np.argsort(times[done], kind="stable")].tolist(),
+        order,
         routes.machine,
+        target,
         routes.arrivals_s,
-        times.tolist(),
+        out_s,
+        lacking,
         sum(requests[index].prompt_tokens for index in sent),
         sum(routes.cached[index] for index in sent),
         refused,
     )
+
+
+def _mean_context(traffic: Traffic) -> float:
+    return float(np.mean([r.prompt_tokens + r.output_tokens for r in traffic.workload.requests]))
 
 
 def decode(fleet: Fleet, traffic: Traffic, prefilled: Prefilled, link: Link, kv_bytes_per_token: int) -> Outcome:
@@ -128,30 +153,24 @@ def decode(fleet: Fleet, traffic: Traffic, prefilled: Prefilled, link: Link, kv_
     each receives, one transfer after the other. A decode machine that has the turn before gets only what it lacks.
     """
     requests, machines = traffic.workload.requests, fleet.machines - prefilled.prefill_machines
-    tokens = float(np.mean([r.prompt_tokens + r.output_tokens for r in requests]))
-    router = Router(machines, fleet.router, SLACK_REQUESTS * tokens)
     sampled = {machine: number for number, machine in enumerate(fleet.sampled(machines))}
     rows: list[list[tuple[float, int, int]]] = [[] for _ in sampled]
     indices: list[list[int]] = [[] for _ in sampled]
     out_s, in_s = [0.0] * prefilled.prefill_machines, [0.0] * machines
-    sent_bytes, waited_s, tpot_s = 0, 0.0, fleet.tpot_s
+    s_per_token, latency_s, waited_s = kv_bytes_per_token / link.gb_per_s / 1e9, link.latency_ms / 1e3, 0.0
+    source, target, lacking, first_s = prefilled.source, prefilled.target, prefilled.lacking, prefilled.first_s
     for index in prefilled.order:
-        request, keys, first_s = requests[index], traffic.keys(index), prefilled.first_s[index]
-        machine, depth = router.choose(first_s, keys)
-        cached = traffic.cached(index, depth, with_outputs=True) if depth else 0
-        size = (request.prompt_tokens - cached) * kv_bytes_per_token
-        source, seconds = prefilled.machine[index], size / link.gb_per_s / 1e9
-        # One after the other at both ends; a transfer that waits for its receiver does not hold up the sender.
-        begin_s = max(first_s, out_s[source])
-        out_s[source] = begin_s + seconds
-        in_s[machine] = max(begin_s, in_s[machine]) + seconds
-        ready_s = max(out_s[source], in_s[machine]) + link.latency_ms / 1e3
-        sent_bytes, waited_s = sent_bytes + size, waited_s + ready_s - first_s
-        held = request.prompt_tokens + request.output_tokens
-        router.take(machine, traffic.held(index), held, ready_s + request.output_tokens * tpot_s)
-        if machine in sampled:
-            indices[sampled[machine]].append(index)
-            rows[sampled[machine]].append((ready_s, request.prompt_tokens, request.output_tokens - 1))
+        sender, receiver, seconds = source[index], target[index], lacking[index] * s_per_token
+        # A transfer that waits for its receiver does not hold up the sender.
+        begin_s = max(first_s[index], out_s[sender])
+        out_s[sender] = begin_s + seconds
+        in_s[receiver] = max(begin_s, in_s[receiver]) + seconds
+        ready_s = max(out_s[sender], in_s[receiver]) + latency_s
+        waited_s += ready_s - first_s[index]
+        if receiver in sampled:
+            request = requests[index]
+            indices[sampled[receiver]].append(index)
+            rows[sampled[receiver]].append((ready_s, request.prompt_tokens, request.output_tokens - 1))
 
     def serve(number: int) -> tuple[int, list[Sequence[float]]]:
         engine = fleet.engine
@@ -161,16 +180,15 @@ def decode(fleet: Fleet, traffic: Traffic, prefilled: Prefilled, link: Link, kv_
     for number, times in in_processes(serve, range(len(rows)), fleet.processes):
         for index, later_s in zip(indices[number], times, strict=True):
             request = requests[index]
-            metrics = RequestMetrics(prefilled.arrivals_s[index], None, (prefilled.first_s[index], *later_s))
+            metrics = RequestMetrics(prefilled.arrivals_s[index], None, (first_s[index], *later_s))
             served[index] = ServedRequest(request.prompt_tokens, request.output_tokens, metrics, fleet.slo)
-    order, count = tuple(sorted(served)), max(len(prefilled.order), 1)
+    order = tuple(sorted(served))
     counters: dict[str, Any] = {
         "simulated_machines": prefilled.prefill_machines + len(sampled),
         "prefill_machines": prefilled.prefill_machines,
         "prefix_cache_queries": prefilled.prompt_tokens,
         "prefix_cache_hits": prefilled.cached_tokens,
-        "transfer_gb": sent_bytes / 1e9,
-        "mean_transfer_ms": waited_s / count * 1e3,
+        "mean_transfer_ms": waited_s / max(len(prefilled.order), 1) * 1e3,
     }
     return Outcome(order, Replay(tuple(served[index] for index in order), 0.0), counters)
 

@@ -172,8 +172,14 @@ class Traffic:
                 found[request.follows.index].append(index)
         return found
 
+    @cached_property
+    def shares_prefixes(self) -> bool:
+        return self.workload.shares_prefixes
+
     def keys(self, index: int) -> list[Hashable]:
         """Of what a request's prompt begins with: its first turn's pieces, then the turn before."""
+        if not self.shares_prefixes:
+            return []
         request, root = self.workload.requests[index], self.workload.requests[self.roots[index]]
         pieces = root.prefix_ids
         keys: list[Hashable] = [pieces[: depth + 1] for depth in range(len(pieces))]
