@@ -1,13 +1,13 @@
 """``bullet-graph fleet``: a trace on many GPUs that need not be there, each shared or the fleet divided."""
 
-import dataclasses
 import math
 import os
-import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from datetime import datetime
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import click
 
@@ -28,7 +28,6 @@ from bullet_graph.engine.divided import Link, balanced, best_split, decode, pref
 from bullet_graph.engine.fleet import Fleet, Outcome, RouterName, Traffic, share
 from bullet_graph.errors import ConfigError
 from bullet_graph.models.config import DTYPE_BYTES
-from bullet_graph.models.progress import progress_bar
 from bullet_graph.perf.goodput_search import (
     CONVERSATIONS_WARMUP_S,
     LEAST_REQUESTS,
@@ -56,113 +55,93 @@ _FIGURES = (
 Run = dict[str, Any]
 
 
-class System(NamedTuple):
-    """A way to use a fleet: each GPU shared, or some prefill and the others decode; ``split`` None: the best split."""
-
-    machines: int
-    gb_per_s: float | None = None
-    split: int | None = None
-
-    @property
-    def name(self) -> str:
-        return "shared" if self.gb_per_s is None else "divided"
-
-
 class Comparison:
-    """Serves one trace on fleets at rates; rates are in requests per second and GPU.
+    """Serves one trace on fleets at rates, which are in requests per second and GPU; each run is told on stderr.
 
-    A run has ``seconds`` of arrivals; None: the trace as it is.
+    A run has ``seconds`` of arrivals; None: the trace as it is. ``split`` is the number of prefill machines of a
+    divided fleet; None: the best.
     """
 
     def __init__(
         self,
         simulator: Simulator,
-        fleet: Callable[..., Fleet],
+        fleet: Callable[[int], Fleet],
         links: Sequence[Link],
         *,
+        split: int | None,
         seconds: float | None,
-        show: bool,
     ) -> None:
         self._simulator, self._fleet, self._links = simulator, fleet, links
-        self._seconds, self._show = seconds, show
+        self._split, self._seconds = split, seconds
         dtype_bytes = DTYPE_BYTES[simulator.dtype]
         self._kv_bytes_per_token = kv_cache_bytes_per_token(simulator.model, dtype_bytes=dtype_bytes)
         # The prompts do not depend on the links: one run of them serves all.
         self._divided: dict[tuple[int, float, int], list[Run]] = {}
-        self._last: dict[int, int] = {}
+        self._best: dict[int, int] = {}
         self._traffic: tuple[tuple[int, float], Traffic, Arrivals] | None = None
 
-    def run(self, system: System, rate: float) -> Run:
-        """The figures of a system at a rate; of the best division, where the system does not name one."""
-        if system.gb_per_s is None:
-            fleet, (traffic, arrivals) = self._fleet(machines=system.machines), self._arrivals(system.machines, rate)
-            label = f"{system.machines} shared, {rate:.4g}/s each"
-            started, total = time.perf_counter(), len(traffic.workload.requests)
-            sample = len(fleet.sampled(fleet.machines)) * total // fleet.machines
-            with progress_bar(self._show, total=sample, unit="req", desc=label, leave=False) as advance:
-                outcome = share(fleet, traffic, on_done=lambda _: advance(1))
-            return self._figures(outcome, arrivals, total, rate, time.perf_counter() - started)
-        link = [link.gb_per_s for link in self._links].index(system.gb_per_s)
-        if system.split is not None:
-            return self._at_split(system.machines, rate, system.split)[link]
+    def shared(self, machines: int, rate: float) -> Run:
+        """The figures of a fleet of so many machines that share each GPU."""
+        traffic, arrivals = self._arrivals(machines, rate)
+        started = time.perf_counter()
+        outcome, total = share(self._fleet(machines), traffic), len(traffic.workload.requests)
+        return self._figures(f"{machines} shared", outcome, arrivals, total, rate, started)
 
-        def on_time(split: int) -> float:
-            run = self._at_split(system.machines, rate, split)[link]
-            return min(run["slo_attainment"] if run["stable"] is not False else 0.0, _GOOD_ENOUGH)
+    def divided(self, machines: int, rate: float, link: Link) -> Run:
+        """The figures of a divided fleet."""
+        place, split = self._links.index(link), self._split
+        if split is None:
 
-        traffic, _ = self._arrivals(system.machines, rate)
-        workload, fleet = traffic.workload, self._fleet(machines=system.machines)
-        cached = 0.0
-        if self._simulator.config.prefix_caching and workload.shares_prefixes:
-            cached = workload.shareable_prompt_tokens / sum(r.prompt_tokens for r in workload.requests)
-        begun = system.machines in self._last
-        first = self._last[system.machines] if begun else balanced(fleet, traffic, cached)
-        step = max(system.machines // (50 if begun else 20), 1)
-        self._last[system.machines] = best = best_split(on_time, system.machines, first, step, _GOOD_ENOUGH)
-        return self._at_split(system.machines, rate, best)[link]
+            def on_time(split: int) -> float:
+                run = self._at_split(machines, rate, split)[place]
+                return min(0.0 if run["stable"] is False else run["slo_attainment"], _GOOD_ENOUGH)
+
+            first, step = self._best.get(machines), max(machines // 50, 1)
+            if first is None:
+                first, step = balanced(self._fleet(machines), self._arrivals(machines, rate)[0]), max(machines // 20, 1)
+            self._best[machines] = split = best_split(on_time, machines, first, step, _GOOD_ENOUGH)
+        return self._at_split(machines, rate, split)[place]
 
     def _arrivals(self, machines: int, rate: float) -> tuple[Traffic, Arrivals]:
-        key = machines, rate
-        if self._traffic is None or self._traffic[0] != key:
+        if self._traffic is None or self._traffic[0] != (machines, rate):
             workload, uncounted_s = self._simulator.workload, 0.0
             if self._seconds is not None:
                 count = max(LEAST_REQUESTS, math.ceil(self._seconds * rate * machines))
                 workload = workload.repeated(count, most_new=max(len(workload.requests), _MOST_NEW_REQUESTS))
                 uncounted_s = CONVERSATIONS_WARMUP_S if any(r.follows for r in workload.requests) else WARMUP_S
-            own = {"request_rate": rate * machines, "uncounted_s": uncounted_s}
-            arrivals = dataclasses.replace(self._simulator.arrivals, **own)
-            self._traffic = key, Traffic(workload, arrivals.times(workload)), arrivals
+            arrivals = replace(self._simulator.arrivals, request_rate=rate * machines, uncounted_s=uncounted_s)
+            self._traffic = (machines, rate), Traffic(workload, arrivals.times(workload)), arrivals
         return self._traffic[1:]
 
     def _at_split(self, machines: int, rate: float, split: int) -> list[Run]:
         """The figures of one division, for each link."""
-        key = machines, rate, split
-        if key not in self._divided:
-            fleet, (traffic, arrivals) = self._fleet(machines=machines), self._arrivals(machines, rate)
-            label = f"{split} + {machines - split} divided, {rate:.4g}/s each"
-            with progress_bar(self._show, total=1 + len(self._links), desc=label, leave=False) as advance:
-                started, runs = time.perf_counter(), []
-                prefilled = prefill(fleet, traffic, split)
-                advance(1)
-                for link in self._links:
-                    outcome = decode(fleet, traffic, prefilled, link, self._kv_bytes_per_token)
-                    total = len(prefilled.order) + len(prefilled.refused)
-                    runs.append(self._figures(outcome, arrivals, total, rate, time.perf_counter() - started))
-                    advance(1)
-            self._divided[key] = runs
-        return self._divided[key]
+        runs = self._divided.setdefault((machines, rate, split), [])
+        if not runs:
+            fleet, (traffic, arrivals) = self._fleet(machines), self._arrivals(machines, rate)
+            started, prefilled = time.perf_counter(), prefill(fleet, traffic, split)
+            total = len(prefilled.order) + len(prefilled.refused)
+            for link in self._links:
+                outcome = decode(fleet, traffic, prefilled, link, self._kv_bytes_per_token)
+                name = f"{split} + {machines - split} divided, {link.gb_per_s:g} GB/s"
+                runs.append(self._figures(name, outcome, arrivals, total, rate, started))
+        return runs
 
-    def _figures(self, outcome: Outcome, arrivals: Arrivals, total: int, rate: float, seconds: float) -> Run:
+    def _figures(self, name: str, outcome: Outcome, arrivals: Arrivals, total: int, rate: float, started: float) -> Run:
         """A run's figures, from the machines of the sample alone; ``total`` requests were for all machines."""
         replayed = outcome.replay
         part = (len(replayed.served) + len(replayed.unsent)) / total
-        assert arrivals.request_rate is not None
-        part_of = dataclasses.replace(arrivals, request_rate=arrivals.request_rate * part)
-        model_id = self._simulator.config.model
-        result = replayed.result(part_of, started=datetime.now(), backend="bullet-graph fleet", model_id=model_id)
-        fields = result.fields()
+        fields = replayed.result(
+            replace(arrivals, request_rate=part * (arrivals.request_rate or 0.0)),
+            started=datetime.now(),
+            backend="bullet-graph fleet",
+            model_id=self._simulator.config.model,
+        ).fields()
+        seconds = time.perf_counter() - started
+        unstable = ", unstable" if fields["stable"] is False else ""
+        met = f"{100 * fields['slo_attainment']:.1f} % met{unstable}"
+        click.echo(f"{name}, {rate:.4g}/s each: {met} ({seconds:.0f} s)", err=True)
         own = {"rate_per_machine": rate, "request_rate": arrivals.request_rate, "seconds": round(seconds, 1)}
-        return own | {name: fields[name] for name in _FIGURES} | dict(outcome.counters)
+        return own | {field: fields[field] for field in _FIGURES} | dict(outcome.counters)
 
 
 @click.command(cls=GoodputCommand)
@@ -247,46 +226,39 @@ def fleet(
     arrivals = Arrivals(request_rate=math.inf, burstiness=burstiness, seed=config.seed)
     simulator = Simulator(config=config, arrivals=arrivals, **simulated)
 
-    def make(machines: int) -> Fleet:
+    def make(count: int) -> Fleet:
         return Fleet(
             model=simulator.performance,
             engine=simulator.settings(Policy("auto")),
             slo=config.slo,
-            machines=machines,
+            machines=count,
             router=router,
-            sample=min(sample_machines, machines),
+            sample=min(sample_machines, count),
             processes=processes or os.cpu_count() or 1,
         )
 
-    show_progress = not output.as_json and sys.stderr.isatty()
-    seconds = None if smoke else arrival_seconds
-    comparison = Comparison(simulator, make, links, seconds=seconds, show=show_progress)
-    systems = []
+    comparison = Comparison(simulator, make, links, split=split, seconds=None if smoke else arrival_seconds)
+    found: list[dict[str, Any]] = []
+    first_rates: dict[Link | None, float] = {}
     for count in dict.fromkeys(machines):
-        systems.append(System(count))
-        if split != 0 and count > 1:
-            systems += [System(count, link.gb_per_s, split) for link in links]
-    found = []
-    first_rates: dict[float | None, float] = {}
-    for system in systems:
-        runs: dict[float, Run] = {}
-        # From where the same system of the fleet before was good, on the same rates for all links.
-        near = dataclasses.replace(search, first_rate=first_rates.get(system.gb_per_s, search.first_rate))
-        while (rate := _next_rate(near, runs, rate_per_machine)) is not None:
-            runs[rate] = comparison.run(system, rate)
-            _tell(system, runs[rate])
-        good, _ = bracket([_point(run) for run in runs.values()], SHARES[0])
-        first_rates[system.gb_per_s] = near.first_rate if good is None else good.rate
-        found.append(_summary(system, [runs[rate] for rate in sorted(runs)], sweep=sweep))
+        for link in (None, *(links if split != 0 and count > 1 else ())):
+            runs: dict[float, Run] = {}
+            # From where the same system of the fleet before was good, on the same rates for all links.
+            near = replace(search, first_rate=first_rates.get(link, search.first_rate))
+            while (rate := _next_rate(near, runs, rate_per_machine)) is not None:
+                serve = comparison.shared if link is None else partial(comparison.divided, link=link)
+                runs[rate] = serve(count, rate)
+            good, _ = bracket([_point(run) for run in runs.values()], SHARES[0])
+            first_rates[link] = near.first_rate if good is None else good.rate
+            found.append(_summary(count, link, [runs[rate] for rate in sorted(runs)], sweep=sweep))
 
     def show() -> None:
         print_line(simulator.title())
         _print(found, search.tolerance, sweep=sweep)
 
     own = {"router": router, "sample_machines": sample_machines, "transfer_latency_ms": transfer_latency_ms}
-    output.emit(
-        {"simulated": True} | simulator.describe() | own | {"tolerance": search.tolerance, "systems": found}, show
-    )
+    common = {"simulated": True} | simulator.describe() | own
+    output.emit(common | {"tolerance": search.tolerance, "systems": found}, show)
 
 
 def _parse_split(text: str) -> int | None:
@@ -308,23 +280,15 @@ def _point(run: Run) -> RateRun:
     return RateRun(run["rate_per_machine"], run["slo_attainment"], run["stable"])
 
 
-def _summary(system: System, runs: Sequence[Run], *, sweep: bool) -> dict[str, Any]:
-    """A system's fields; its goodput is in requests per second and GPU."""
-    fields: dict[str, Any] = {"machines": system.machines, "system": system.name, "gb_per_s": system.gb_per_s}
+def _summary(machines: int, link: Link | None, runs: Sequence[Run], *, sweep: bool) -> dict[str, Any]:
+    """A system's fields; its goodput is in requests per second and GPU, and its split that of the run up to it."""
+    fields: dict[str, Any] = {"machines": machines, "system": "shared" if link is None else "divided"}
+    fields |= {"gb_per_s": link and link.gb_per_s, "prefill_machines": runs[0].get("prefill_machines")}
     if sweep:
-        goodput = Goodput.of([_point(run) for run in runs], SHARES[0])
-        fields["goodput_90"], fields["goodput_90_below"] = goodput
+        fields["goodput_90"], fields["goodput_90_below"] = goodput = Goodput.of(list(map(_point, runs)), SHARES[0])
         good = [run for run in runs if goodput.rate is not None and run["rate_per_machine"] <= goodput.rate]
         fields["prefill_machines"] = good[-1].get("prefill_machines") if good else None
-    return fields | {"runs": list(runs)}
-
-
-def _tell(system: System, run: Run) -> None:
-    """One line on stderr for each run."""
-    at = "" if system.gb_per_s is None else f" at {system.gb_per_s:g} GB/s, {run['prefill_machines']} prefill"
-    unstable = ", unstable" if run["stable"] is False else ""
-    load = f"{system.machines} {system.name}{at}, {run['rate_per_machine']:.4g}/s each"
-    click.echo(f"{load}: {100 * run['slo_attainment']:.1f} % met{unstable} ({run['seconds']:.0f} s)", err=True)
+    return fields | {"runs": runs}
 
 
 def _print(systems: Sequence[dict[str, Any]], tolerance: float, *, sweep: bool) -> None:
@@ -332,12 +296,11 @@ def _print(systems: Sequence[dict[str, Any]], tolerance: float, *, sweep: bool) 
     table = table_of("GPUs", "system", "GB/s", "prefill GPUs", *figures)
     shared: dict[int, float | None] = {}
     for system in systems:
-        run = system["runs"][-1]
-        split = system.get("prefill_machines") if sweep else run.get("prefill_machines")
-        row = [str(system["machines"]), system["system"], figure(system["gb_per_s"], 0), figure(split, 0)]
+        count, run = system["machines"], system["runs"][-1]
+        row = [str(count), system["system"], figure(system["gb_per_s"], 0), figure(system["prefill_machines"], 0)]
         if sweep:
             goodput = Goodput(system["goodput_90"], system["goodput_90_below"])
-            base = shared.setdefault(system["machines"], goodput.rate)
+            base = shared.setdefault(count, goodput.rate)
             ratio = None if not base or goodput.rate is None else goodput.rate / base
             row += [goodput_text(goodput, tolerance, ".2f"), figure(ratio, 2)]
         else:

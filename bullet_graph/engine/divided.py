@@ -278,20 +278,18 @@ def decode_machine(
 # ---- how many of each kind ----
 
 
-def balanced(fleet: Fleet, traffic: Traffic, cached_share: float = 0.0) -> int:
+def balanced(fleet: Fleet, traffic: Traffic) -> int:
     """The number of prefill machines by arithmetic: their share is that of prefill in all work at the TPOT target."""
-    requests = traffic.workload.requests
-    prompt = float(np.mean([r.prompt_tokens for r in requests]))
-    output = float(np.mean([r.output_tokens for r in requests]))
-    context, rows = prompt + output / 2, 1
-    while (
-        rows < fleet.engine.max_num_seqs
-        and fleet.model.decode(2 * rows, int(2 * rows * context)).ms < fleet.tpot_s * 1e3
-    ):
-        rows *= 2
-    step_s = fleet.model.decode(rows, int(rows * context)).ms / 1e3
-    work = prompt * (1 - cached_share) * fleet.prefill_s_per_token
-    return min(max(round(fleet.machines * work / (work + output * step_s / rows)), 1), fleet.machines - 1)
+    requests, prompts = traffic.workload.requests, sum(r.prompt_tokens for r in traffic.workload.requests)
+    outputs = sum(r.output_tokens for r in requests)
+    context = (prompts + outputs / 2) / len(requests)
+    if fleet.router == "prefix" and traffic.shares_prefixes:
+        prompts -= traffic.workload.shareable_prompt_tokens
+    sizes = (2**power for power in range(fleet.engine.max_num_seqs.bit_length()))
+    steps = ((rows, fleet.model.decode(rows, int(rows * context)).ms / 1e3) for rows in sizes)
+    rows, step_s = max((step for step in steps if step[1] <= fleet.tpot_s), default=(1, fleet.tpot_s))
+    prefill_s, decode_s = prompts * fleet.prefill_s_per_token, outputs * step_s / rows
+    return min(max(round(fleet.machines * prefill_s / (prefill_s + decode_s)), 1), fleet.machines - 1)
 
 
 def best_split(share: Callable[[int], float], machines: int, first: int, step: int, enough: float = 1.0) -> int:

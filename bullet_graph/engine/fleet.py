@@ -14,14 +14,14 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from heapq import heappop, heappush
-from multiprocessing import connection
+from multiprocessing.connection import Connection
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
 
 from bullet_graph.config import KV_BLOCK_TOKENS
 from bullet_graph.engine.replay import Replay
-from bullet_graph.engine.simulation import SimulationSettings, simulate
+from bullet_graph.engine.simulation import Simulation, SimulationSettings, simulate
 from bullet_graph.errors import ConfigError
 from bullet_graph.perf.metrics import ServedRequest
 from bullet_graph.perf.performance import PerformanceModel
@@ -242,7 +242,7 @@ class Traffic:
 # ---- machines that share their GPU ----
 
 
-def share(fleet: Fleet, traffic: Traffic, *, on_done: Callable[[ServedRequest], object] = lambda _: None) -> Outcome:
+def share(fleet: Fleet, traffic: Traffic) -> Outcome:
     """Serve a workload on machines that each prefill and decode: one engine's simulation for each of the sample.
 
     A machine's later turns come when its own turns before have ended. A turn that the router moves to another machine
@@ -261,30 +261,19 @@ def share(fleet: Fleet, traffic: Traffic, *, on_done: Callable[[ServedRequest], 
     routes = traffic.route(router, estimate, with_outputs=True)
     indices_of = _by_machine(traffic, routes, fleet.machines)
 
-    def serve(machine: int) -> tuple[list[int], Replay, dict[str, float]]:
+    def serve(machine: int) -> tuple[list[int], Simulation] | None:
         indices, workload, times = _part(traffic, routes, indices_of[machine])
-        if not indices:
-            return [], Replay((), 0.0), {}
-        replayed, stats = simulate(fleet.model, workload, times, fleet.engine, slo=fleet.slo, on_done=told)
-        names = ("num_steps", "num_preemptions", "prefix_cache_queries", "prefix_cache_hits")
-        return indices, replayed, {name: getattr(stats, name) for name in names}
+        return (indices, simulate(fleet.model, workload, times, fleet.engine, slo=fleet.slo)) if indices else None
 
     machines = fleet.sampled(fleet.machines)
-    # In other processes, nobody would see what is told.
-    told = on_done if fleet.processes == 1 else lambda _: None
     served: dict[int, ServedRequest] = {}
     unsent: list[int] = []
-    counters: dict[str, float] = defaultdict(float)
-    for indices, replayed, counted in in_processes(serve, machines, fleet.processes):
+    counters = dict.fromkeys(("num_steps", "num_preemptions", "prefix_cache_queries", "prefix_cache_hits"), 0)
+    for indices, (replayed, stats) in filter(None, in_processes(serve, machines, fleet.processes)):
         unsent += [indices[local] for local in replayed.unsent]
-        left = set(replayed.unsent)
-        sent = [index for local, index in enumerate(indices) if local not in left]
-        served.update(zip(sent, replayed.served, strict=True))
-        for name, value in counted.items():
-            counters[name] += value
-        if told is not on_done:
-            for one in replayed.served:
-                on_done(one)
+        left = set(unsent)
+        served.update(zip((index for index in indices if index not in left), replayed.served, strict=True))
+        counters = {name: value + getattr(stats, name) for name, value in counters.items()}
     order = tuple(sorted(served))
     replay = Replay(tuple(served[index] for index in order), 0.0, tuple(sorted(unsent)))
     return Outcome(order, replay, {"simulated_machines": len(machines), **counters})
@@ -342,37 +331,27 @@ def in_processes(work: Callable[[T], R], items: Sequence[T], processes: int) -> 
     # Forked: they see the models and the workload as they are, and none of it is sent.
     context = multiprocessing.get_context("fork")
 
-    def serve(part: Sequence[T], results: connection.Connection) -> None:
-        for item in part:
-            try:
-                results.send((True, work(item)))
-            except Exception as error:
-                results.send((False, error))
+    def serve(part: Sequence[T], results: Connection) -> None:
+        try:
+            results.send((list(map(work, part)), None))
+        except Exception as error:
+            results.send(([], error))
 
-    workers = []
+    workers = {}
     for number in range(count):
         here, there = context.Pipe(duplex=False)
-        worker = context.Process(target=serve, args=(items[number::count], there), daemon=True)
-        worker.start()
+        workers[here] = context.Process(target=serve, args=(items[number::count], there), daemon=True)
+        workers[here].start()
         there.close()
-        workers.append((worker, here))
-    left, missing = [here for _, here in workers], len(items)
     try:
-        while left:
-            for ready in connection.wait(left):
-                assert isinstance(ready, connection.Connection)
-                try:
-                    is_result, value = ready.recv()
-                except EOFError:
-                    left.remove(ready)
-                    continue
-                if not is_result:
-                    raise value
-                missing -= 1
-                yield value
-        if missing:
-            raise RuntimeError("a process of the simulation has died: is there memory enough? Take fewer machines")
+        for here in workers:
+            found, error = here.recv()
+            if error is not None:
+                raise error
+            yield from found
+    except EOFError:
+        raise RuntimeError("a process of the simulation has died: take fewer machines, if memory was short") from None
     finally:
-        for worker, _ in workers:
+        for worker in workers.values():
             worker.terminate()
             worker.join()
