@@ -1,5 +1,6 @@
 """``bullet-graph fleet``: a trace on many GPUs that need not be there, each shared or the fleet divided."""
 
+import gc
 import math
 import os
 import time
@@ -111,6 +112,8 @@ class Comparison:
                 uncounted_s = CONVERSATIONS_WARMUP_S if any(r.follows for r in workload.requests) else WARMUP_S
             arrivals = replace(self._simulator.arrivals, request_rate=rate * machines, uncounted_s=uncounted_s)
             self._traffic = (machines, rate), Traffic(workload, arrivals.times(workload)), arrivals
+            # Millions of values without cycles: the collector would visit them again and again.
+            gc.freeze()
         return self._traffic[1:]
 
     def _at_split(self, machines: int, rate: float, split: int) -> list[Run]:

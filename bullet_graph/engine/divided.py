@@ -1,7 +1,8 @@
 """A fleet that is divided in virtual time: some machines prefill, the others decode, and KV blocks go over links.
 
-Both kinds of machine are ideal, which favours dividing: launches cost the host nothing, prefill machines never evict a
-prefix, and decode machines reserve blocks as if they knew each output's length. No torch.
+Three simplifications favour dividing: launches cost the host nothing, prefill machines never evict a prefix, and decode
+machines reserve blocks as if they knew each output's length. A prefix counts only on the machine that the router chose
+for it. No torch.
 """
 
 import math
@@ -14,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from bullet_graph.engine.fleet import SLACK_REQUESTS, Fleet, Outcome, Router, Traffic, in_processes
+from bullet_graph.engine.fleet import Fleet, Outcome, Traffic, in_processes
 from bullet_graph.engine.replay import Replay, require_forced_length
 from bullet_graph.errors import ConfigError, RequestError
 from bullet_graph.perf.metrics import RequestMetrics, ServedRequest
@@ -88,8 +89,7 @@ def prefill(fleet: Fleet, traffic: Traffic, prefill_machines: int) -> Prefilled:
         return load, first_s, first_s + request.output_tokens * tpot_s
 
     requests = traffic.workload.requests
-    slack_s = SLACK_REQUESTS * prefill_s * float(np.mean([r.prompt_tokens for r in requests]))
-    router = Router(prefill_machines, fleet.router, slack_s)
+    router = fleet.make_router(prefill_machines, [r.prompt_tokens * prefill_s for r in requests])
     routes = traffic.route(router, estimate, with_outputs=False)
     refused: dict[int, ServedRequest] = {}
     prompts: list[list[tuple[float, int, int, float]]] = [[] for _ in range(prefill_machines)]
@@ -119,15 +119,16 @@ def prefill(fleet: Fleet, traffic: Traffic, prefill_machines: int) -> Prefilled:
     done = np.array([index for index in sent if index not in refused], dtype=np.int64)
     order, out_s = done[np.argsort(times[done], kind="stable")].tolist(), times.tolist()
     # Where each goes on is decided once its first token is out, whatever the link is.
-    router = Router(fleet.machines - prefill_machines, fleet.router, SLACK_REQUESTS * _mean_context(traffic))
+    contexts = [r.prompt_tokens + r.output_tokens for r in requests]
+    router = fleet.make_router(fleet.machines - prefill_machines, contexts)
     target, lacking = [-1] * len(requests), [0] * len(requests)
     for index in order:
         request, keys = requests[index], traffic.keys(index)
         target[index], depth = router.choose(out_s[index], keys)
         cached = traffic.cached(index, depth, with_outputs=True) if depth else 0
         lacking[index] = request.prompt_tokens - cached
-        context, end_s = request.prompt_tokens + request.output_tokens, out_s[index] + request.output_tokens * tpot_s
-        router.take(target[index], traffic.held(index), context, end_s)
+        end_s = out_s[index] + request.output_tokens * tpot_s
+        router.take(target[index], traffic.held(index), contexts[index], end_s)
     return Prefilled(
         prefill_machines,
         order,
@@ -140,10 +141,6 @@ def prefill(fleet: Fleet, traffic: Traffic, prefill_machines: int) -> Prefilled:
         sum(routes.cached[index] for index in sent),
         refused,
     )
-
-
-def _mean_context(traffic: Traffic) -> float:
-    return float(np.mean([r.prompt_tokens + r.output_tokens for r in traffic.workload.requests]))
 
 
 def decode(fleet: Fleet, traffic: Traffic, prefilled: Prefilled, link: Link, kv_bytes_per_token: int) -> Outcome:
@@ -176,7 +173,8 @@ def decode(fleet: Fleet, traffic: Traffic, prefilled: Prefilled, link: Link, kv_
         engine = fleet.engine
         return number, decode_machine(fleet.model, rows[number], engine.max_num_seqs, engine.kv_cache_tokens)
 
-    served: dict[int, ServedRequest] = dict(prefilled.refused) if len(sampled) == machines else {}
+    refused = enumerate(prefilled.refused.items())
+    served = {index: request for place, (index, request) in refused if place % machines in sampled}
     for number, times in in_processes(serve, range(len(rows)), fleet.processes):
         for index, later_s in zip(indices[number], times, strict=True):
             request = requests[index]
@@ -283,7 +281,7 @@ def balanced(fleet: Fleet, traffic: Traffic) -> int:
     requests, prompts = traffic.workload.requests, sum(r.prompt_tokens for r in traffic.workload.requests)
     outputs = sum(r.output_tokens for r in requests)
     context = (prompts + outputs / 2) / len(requests)
-    if fleet.router == "prefix" and traffic.shares_prefixes:
+    if fleet.finds_prefixes and traffic.shares_prefixes:
         prompts -= traffic.workload.shareable_prompt_tokens
     sizes = (2**power for power in range(fleet.engine.max_num_seqs.bit_length()))
     steps = ((rows, fleet.model.decode(rows, int(rows * context)).ms / 1e3) for rows in sizes)

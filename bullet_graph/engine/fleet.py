@@ -31,7 +31,7 @@ from bullet_graph.workloads import Workload, WorkloadRequest
 from bullet_graph.workloads.workload import Times
 
 RouterName = Literal["prefix", "least-load"]
-SLACK_REQUESTS = 16.0
+_SLACK_REQUESTS = 16.0
 """Load, in mean requests, by which a machine that holds a prefix may be ahead of the least busy one."""
 
 _TPOT_SHARE = 0.8
@@ -69,6 +69,15 @@ class Fleet:
         """The machines, of so many, that are simulated."""
         count = machines if self.sample is None else min(self.sample, machines)
         return sorted(random.Random(self.engine.seed).sample(range(machines), count))
+
+    @property
+    def finds_prefixes(self) -> bool:
+        """Whether requests go where a prefix is, and find it there."""
+        return self.router == "prefix" and self.engine.prefix_caching
+
+    def make_router(self, machines: int, loads: Sequence[float]) -> "Router":
+        """A router to so many machines, for requests of these loads."""
+        return Router(machines, self.finds_prefixes, _SLACK_REQUESTS * float(np.mean(loads)))
 
     @property
     def prefill_s_per_token(self) -> float:
@@ -115,9 +124,9 @@ class Outcome(NamedTuple):
 class Router:
     """Chooses machines by the prompts that they hold and by their load, which is estimated: when each request ends."""
 
-    def __init__(self, machines: int, name: RouterName, slack: float) -> None:
+    def __init__(self, machines: int, by_prefix: bool, slack: float) -> None:
         self.load = [0.0] * machines
-        self._holders = PrefixHolders[int](most_keys=1 << 62) if name == "prefix" else None
+        self._holders = PrefixHolders[int](most_keys=1 << 62) if by_prefix else None
         self._slack = slack
         self._turn = itertools.count()
         # Of equals, the one that has waited longest for work; entries with another load than the present are void.
@@ -256,8 +265,8 @@ def share(fleet: Fleet, traffic: Traffic) -> Outcome:
         return first_s + tokens * decode_s, end_s, end_s
 
     requests = traffic.workload.requests
-    mean_load = float(np.mean([r.prompt_tokens * prefill_s + r.output_tokens * decode_s for r in requests]))
-    router = Router(fleet.machines, fleet.router, SLACK_REQUESTS * mean_load)
+    loads = [r.prompt_tokens * prefill_s + r.output_tokens * decode_s for r in requests]
+    router = fleet.make_router(fleet.machines, loads)
     routes = traffic.route(router, estimate, with_outputs=True)
     indices_of = _by_machine(traffic, routes, fleet.machines)
 

@@ -105,7 +105,7 @@ def test_prefixes_are_forgotten_from_their_ends_and_with_their_engines() -> None
 
 
 def test_the_least_busy_machine_is_next_until_its_request_ends() -> None:
-    router = Router(2, "least-load", 0.0)
+    router = Router(2, False, 0.0)
     assert router.choose(0.0, ()).machine == 0
     router.take(0, (), 2.0, end_s=5.0)
     assert router.choose(1.0, ()).machine == 1
@@ -271,6 +271,14 @@ def test_a_divided_fleet_has_both_kinds(split: int) -> None:
         Link(gb_per_s=0)
     with pytest.raises(ConfigError, match="sample"):
         fleet_of(2, sample=3)
+
+
+def test_without_a_prefix_cache_each_prompt_is_computed() -> None:
+    traffic = chats(10, 20.0)
+    for engine in (ENGINE, replace(ENGINE, prefix_caching=False)):
+        prefilled = prefill(fleet_of(3, engine=engine), traffic, 2)
+        assert (prefilled.cached_tokens > 0) is engine.prefix_caching
+        assert (sum(prefilled.lacking) < prefilled.prompt_tokens) is engine.prefix_caching
 
 
 def test_a_request_that_no_engine_takes_fails_alone() -> None:
