@@ -32,6 +32,8 @@ BARE_WAY = "in turn, with passes"
 LATENCIES = tuple(f"{label}_{name}_ms" for name in ("ttft", "tpot", "itl") for label in ("median", "p90", "p99"))
 LIBRARIES = ("torch", "triton", "flashinfer")
 LESS_IS_BETTER = (*LATENCIES, "joules_per_token")
+LEFT_OUT = ("peers_qwen3-0.6b.json",)
+"""Comparisons that the report only lists: short runs of the smallest model."""
 SAME = 1.02
 """Figures closer than this factor are not called worse."""
 PLOTS = {
@@ -219,6 +221,26 @@ def worse_rows(task: Task) -> Iterator[str]:
         yield f"| {task.model}, {task.short} | {' | '.join(cells)} | {load}: {told} |"
 
 
+# ---- fleets ----
+
+
+def fleet_rows(folder: Path) -> Iterator[str]:
+    """Simulated goodputs per GPU by trace, targets and size of the fleet: shared, and divided at each bandwidth."""
+    rows: dict[tuple[str, str, int], dict[float, dict[str, Any]]] = {}
+    for source in read_results(folder) if folder.is_dir() else ():
+        for one in dicts(source.fields.get("systems")) if source.name.startswith("fleet_") else ():
+            key = source.fields["trace"].partition(":")[2], source.fields["slo"].replace("ms", ""), one["machines"]
+            rows.setdefault(key, {})[one["gb_per_s"] or 0.0] = one
+    for (trace, slo, machines), systems in sorted(rows.items()):
+        shared, texts = systems.pop(0.0)["goodput_90"], []
+        for gb_per_s, one in sorted(systems.items()):
+            ratio = (one["goodput_90"] or 0.0) / shared
+            bold = "**" if ratio < 1 else ""
+            texts.append(f"{gb_per_s:g}: {bold}{ratio:.2f}×{bold} ({one['prefill_machines'] or '–'})")
+        mark = "" if all(run["sustained"] for one in systems.values() for run in one["runs"]) else "\\*"
+        yield f"| {trace}, {slo} | {machines:,}{mark} | {shared:.3g}/s | {', '.join(texts)} |"
+
+
 # ---- the report ----
 
 INTRODUCTION = """# Measurements
@@ -248,16 +270,26 @@ is longer. The last column has what is worse by more than 2 % at the highest loa
 | what | goodput here, there | p99 TTFT, ms | median TTFT, ms | worse at the same load |
 | --- | --- | ---: | ---: | --- |
 """
+FLEETS = """
+## Sharing each GPU, or dividing the fleet
+
+Simulated by `bullet-graph fleet` from the H200's tables for llama-3.1-8b: goodput_90 per GPU, within 5 %. "Shared":
+each GPU runs `auto`. "Divided": at GB/s of each GPU's link, with the best number of prefill GPUs (in brackets). Bold:
+sharing wins. \\*: less than 120 s of arrivals.
+
+| trace, targets in ms | GPUs | shared | divided ÷ shared |
+| --- | ---: | ---: | --- |
+"""
 FILES = "\n## Files\n\nEach file names its device, versions and commit.\n\n"
 
 
-def make_report(sources: Sequence[Source], folder: str, pictures: str) -> str:
-    """The report as Markdown; the same text for the same files."""
+def make_report(sources: Sequence[Source], folder: str, pictures: str, fleets: Sequence[str] = ()) -> str:
+    """The report as Markdown; the same text for the same files. ``fleets`` are rows of :func:`fleet_rows`."""
     newest = max(
         (p for source in sources for p in source.provenances), key=lambda p: str(p.get("date_utc") or ""), default={}
     )
     versions = newest.get("versions") or {}
-    tasks = tasks_of(sources)
+    tasks = [task for task in tasks_of(sources) if task.source.name not in LEFT_OUT]
     rows = [
         *decode_rows(sources),
         *(row for task in tasks if not task.is_search for row in load_rows(task, sources)),
@@ -275,6 +307,7 @@ def make_report(sources: Sequence[Source], folder: str, pictures: str) -> str:
         "",
         *(f"![{text}]({pictures}/{name})" for name, text in PLOTS.items()),
         WORSE + "\n".join(line for task in tasks for line in worse_rows(task)),
+        *([FLEETS + "\n".join(fleets)] if fleets else ()),
         FILES + "\n".join(_file_lines(sources)),
     ]
     return "\n".join(lines) + "\n"
@@ -376,7 +409,7 @@ def main(results: Path, output: Path, check: bool) -> None:
         path = results.resolve()
         shown = path.relative_to(BENCH.parent).as_posix() if path.is_relative_to(BENCH.parent) else path.name
         try:
-            text = make_report(sources, shown, pictures.name)
+            text = make_report(sources, shown, pictures.name, list(fleet_rows(results.parent / "simulated")))
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise ConfigError(f"a file in {results} is damaged: {type(error).__name__}: {error}") from error
     except BulletGraphError as error:

@@ -51,7 +51,9 @@ class OwnEngine:
 
     async def generate(self, request: TimedRequest) -> AsyncGenerator[Sequence[int], None]:
         """Serve a request, with its targets."""
-        require_forced_length(len(request.prompt_token_ids), request.params, self._engine.engine.max_model_len)
+        require_forced_length(
+            len(request.prompt_token_ids), request.params.max_tokens, self._engine.engine.max_model_len
+        )
         outputs = self._engine.generate(
             request.prompt_token_ids, request.params, output_kind=OutputKind.DELTA, slo=request.slo
         )

@@ -93,6 +93,17 @@ burstiness_option = click.option(
 )
 
 
+goodput_option = click.option(
+    _GOODPUT,
+    "slo",
+    multiple=True,
+    metavar="NAME:MS …",
+    callback=_parse_goodput,
+    help="Latency targets, such as ttft:500 tpot:15 (milliseconds), or ttft:0.2ms/token. Goodput counts the requests "
+    "that meet them all.",
+)
+
+
 def request_rate_option(**look: Any) -> Decorator:
     """Give a command ``request_rate: float | None``: requests per second; None for the trace's own times."""
     text = "Requests per second; inf: all at once; trace: when they were recorded. Conversations begin at the rate "
@@ -123,15 +134,7 @@ def replay_options(*, default_policy: str | None) -> Decorator:
         burstiness_option,
         click.option("--time-scale", default=1.0, help="Factor on the times of --request-rate trace."),
         click.option("--max-concurrency", type=COUNT, help="Most requests under way at once."),
-        click.option(
-            _GOODPUT,
-            "slo",
-            multiple=True,
-            metavar="NAME:MS …",
-            callback=_parse_goodput,
-            help="Latency targets, such as ttft:500 tpot:15 (milliseconds), or ttft:0.2ms/token. Goodput counts the "
-            "requests that meet them all.",
-        ),
+        goodput_option,
         *(() if default_policy is None else (policies_option(default_policy),)),
         click.option("--save-detailed", is_flag=True, help="Put the figures of each request into the JSON as well."),
     ]

@@ -12,7 +12,7 @@ import click
 
 from bullet_graph._version import __version__
 from bullet_graph.cli.bench.sweep_runner import at_rate, fastest_rate
-from bullet_graph.cli.options import FILE, result_options, setting_options
+from bullet_graph.cli.options import FILE, all_of, result_options, setting_options
 from bullet_graph.cli.replay_options import GoodputCommand, gpu_option, replay_options, search_options
 from bullet_graph.cli.result_file import Output, check_plot_file, write_result_file
 from bullet_graph.cli.tables import ReplayRun, counters, emit_replays, goodput_table, print_line, print_table
@@ -144,19 +144,7 @@ class Simulator:
         config, arrivals, workload = self.config, arrivals or self.arrivals, workload or self.workload
         padded = self.performance if capture_plan is None else PaddedModel(self.unpadded, capture_plan.padded)
         started = datetime.now()
-        settings = SimulationSettings(
-            policy=policy,
-            kv_cache_tokens=self.kv_cache_tokens,
-            max_model_len=self.max_model_len,
-            max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens,
-            decode_sms=config.decode_sms or None,
-            prompt_order=config.prompt_order,
-            prefix_caching=config.prefix_caching,
-            capture_plan=capture_plan or self.capture_plan,
-            seed=config.seed,
-            **self._spread,
-        )
+        settings = self.settings(policy, capture_plan)
         simulation = serve_simulated(
             padded,
             workload,
@@ -171,6 +159,23 @@ class Simulator:
         shareable = workload.without(set(replayed.unsent)).shareable_prompt_tokens
         own = {"policy": str(policy), "shareable_prompt_tokens": shareable}
         return ReplayRun(result, counters(simulation.stats) | own)
+
+    def settings(self, policy: Policy, capture_plan: CapturePlan | None = None) -> SimulationSettings:
+        """The engine to simulate, under the simulator's ``capture_plan`` where none is given."""
+        config = self.config
+        return SimulationSettings(
+            policy=policy,
+            kv_cache_tokens=self.kv_cache_tokens,
+            max_model_len=self.max_model_len,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            decode_sms=config.decode_sms or None,
+            prompt_order=config.prompt_order,
+            prefix_caching=config.prefix_caching,
+            capture_plan=capture_plan or self.capture_plan,
+            seed=config.seed,
+            **self._spread,
+        )
 
     def open_trace(self, path: Path, policy: Policy, *, overwrite: bool) -> DecisionTrace:
         """Open a file for every decision of a run under this policy."""
@@ -219,26 +224,34 @@ def _known_gpu(name: str) -> GpuSpec:
     )
 
 
+machine_options = all_of(
+    [
+        gpu_option,
+        setting_options("model", "revision", "quantization", "kv_cache_dtype", model="llama-3.1-8b"),
+        setting_options(
+            "decode_sms",
+            "capture_plan",
+            "prompt_order",
+            "prefix_caching",
+            "max_num_seqs",
+            "max_num_batched_tokens",
+            "max_model_len",
+            "kv_cache_bytes",
+            "gpu_memory_utilization",
+            "seed",
+            max_num_seqs=1024,
+        ),
+        click.option(
+            "--host-overhead-ms", type=click.FloatRange(min=0), default=HOST_OVERHEAD_MS, help="Host time per launch."
+        ),
+    ]
+)
+"""Gives a command the machine to simulate: the first arguments of a :class:`Simulator`, and settings of its engine."""
+
+
 @click.command(cls=GoodputCommand)
-@gpu_option
-@setting_options("model", "revision", "quantization", "kv_cache_dtype", model="llama-3.1-8b")
 @replay_options(default_policy="auto")
-@setting_options(
-    "decode_sms",
-    "capture_plan",
-    "prompt_order",
-    "prefix_caching",
-    "max_num_seqs",
-    "max_num_batched_tokens",
-    "max_model_len",
-    "kv_cache_bytes",
-    "gpu_memory_utilization",
-    "seed",
-    max_num_seqs=1024,
-)
-@click.option(
-    "--host-overhead-ms", type=click.FloatRange(min=0), default=HOST_OVERHEAD_MS, help="Host time per launch."
-)
+@machine_options
 @click.option(
     "--time-noise",
     type=click.FloatRange(min=0, max=1),

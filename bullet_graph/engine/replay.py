@@ -148,12 +148,11 @@ def timed_requests(
     ]
 
 
-def require_forced_length(prompt_tokens: int, params: SamplingParams, max_model_len: int) -> None:
+def require_forced_length(prompt_tokens: int, output_tokens: int, max_model_len: int) -> None:
     """Raise a PromptError for a request that the engine would end before its recorded output length."""
-    if prompt_tokens + params.max_tokens > max_model_len:
+    if prompt_tokens + output_tokens > max_model_len:
         raise PromptError(
-            f"prompt and output have {prompt_tokens} + {params.max_tokens} tokens, more than "
-            f"max_model_len={max_model_len}"
+            f"prompt and output have {prompt_tokens} + {output_tokens} tokens, more than max_model_len={max_model_len}"
         )
 
 
@@ -280,7 +279,7 @@ def replay(
             arrival_s, request_id = max(next_s, let_in_s), f"{id_prefix}{index}"
             try:
                 request = turns.ready(index)
-                require_forced_length(len(request.prompt_token_ids), request.params, engine.max_model_len)
+                require_forced_length(len(request.prompt_token_ids), request.params.max_tokens, engine.max_model_len)
                 engine.add_request(
                     request_id,
                     request.prompt_token_ids,

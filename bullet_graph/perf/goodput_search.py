@@ -98,7 +98,7 @@ def bracket(runs: Sequence[RateRun], share: float) -> tuple[RateRun | None, Rate
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GoodputSearch:
-    """Plans the rates of a search for the goodputs of all ``SHARES``.
+    """Plans the rates of a search for the goodputs of some ``shares``.
 
     The rate rises, or falls, from ``first_rate`` until one rate serves a share and another does not. The first step is
     a factor of ``step``. Each further step is as long as all before it, and at most a factor of two, or of ``step``.
@@ -112,6 +112,7 @@ class GoodputSearch:
     max_runs: int = 12
     step: float = 1.25
     fastest: float = FASTEST_RATE
+    shares: tuple[float, ...] = SHARES
 
     def __post_init__(self) -> None:
         for name, least in (("first_rate", 0), ("tolerance", 0), ("step", 1), ("max_runs", 0)):
@@ -122,7 +123,7 @@ class GoodputSearch:
         """The next rate to serve at, in requests per second, after these runs; None: the search is over."""
         if not runs:
             return self.first_rate
-        plans = [] if len(runs) >= self.max_runs else [self._plan(runs, share) for share in SHARES]
+        plans = [] if len(runs) >= self.max_runs else [self._plan(runs, share) for share in self.shares]
         _, rate = max(plans, key=lambda plan: plan[0], default=(0.0, None))
         return rate
 

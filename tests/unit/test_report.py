@@ -101,6 +101,24 @@ def test_figures_ratios_and_limits(results: Path, tmp_path: Path) -> None:
     assert all(f"> {label}<" in chart for label in ("≥ 24/s", "20/s", "900", "10"))
 
 
+def test_fleets_are_compared_per_gpu(tmp_path: Path) -> None:
+    def system(gb_per_s: float | None, goodput: float | None, sustained: bool = True) -> dict[str, Any]:
+        runs = [{"sustained": sustained}]
+        split = {"prefill_machines": None if gb_per_s is None else 6, "runs": runs}
+        return {"machines": 10, "gb_per_s": gb_per_s, "goodput_90": goodput, **split}
+
+    found = [system(None, 20.0), system(400, 24.0), system(25, 18.0)]
+    fields = {"trace": "synthetic:conv", "slo": "ttft:500ms tpot:15ms", "systems": found}
+    (tmp_path / "fleet_conv.json").write_text(json.dumps(fields))
+    row = "| conv, ttft:500 tpot:15 | 10 | 20/s | 25: **0.90×** (6), 400: 1.20× (6) |"
+    assert list(report_module.fleet_rows(tmp_path)) == [row]
+    found[1:] = [system(50, None, sustained=False)]
+    (tmp_path / "fleet_conv.json").write_text(json.dumps(fields))
+    assert list(report_module.fleet_rows(tmp_path)) == ["| conv, ttft:500 tpot:15 | 10\\* | 20/s | 50: **0.00×** (6) |"]
+    assert list(report_module.fleet_rows(tmp_path / "none")) == []
+    assert row in report_module.make_report([], "r", "report", [row])
+
+
 def test_an_open_search_of_the_peer_leaves_a_range(results: Path) -> None:
     write_comparison(
         results / "peers_conv.json",
