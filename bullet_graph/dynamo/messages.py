@@ -55,7 +55,7 @@ def read_request(
     """
     for group, name in _NOT_SERVED:
         value = _given(request, group, name)
-        if value not in (None, False, 1, [], {}):
+        if value is True or value not in (None, False, 1, [], {}):
             raise RequestError(f"`{name}` is not supported by this worker, found {value!r:.80}: leave it out")
     prompt = [*request["token_ids"]]
     own = {name: value for group, name in _SAME_NAMES if (value := _given(request, group, name)) is not None}
