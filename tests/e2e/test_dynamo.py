@@ -260,7 +260,8 @@ def test_the_router_that_knows_the_prefix_caches_finds_more(deployment: Deployme
     for name, frontend in (("kv", deployment.kv), ("turns", deployment.turns)):
         # A salt keeps what one router has caused from the other.
         answers = [complete(frontend, prompt, nvext={"cache_salt": name}) for prompt in prompts]
-        assert len({worker_of(answer) for answer in answers}) == 2, "both workers have work"
+        # The other router may give all to one worker: none is ever busy when the next request comes.
+        assert frontend is deployment.kv or len({worker_of(answer) for answer in answers}) == 2
         found[name] = sum(answer["usage"]["prompt_tokens_details"]["cached_tokens"] for answer in answers)
     print(f"cached tokens: {found}, with one worker {possible}, of {sum(map(len, prompts))}")
     assert found["kv"] > 1.2 * found["turns"]
@@ -268,13 +269,13 @@ def test_the_router_that_knows_the_prefix_caches_finds_more(deployment: Deployme
 
 
 def test_load_and_predictions_are_told(deployment: Deployment) -> None:
-    worker = deployment.workers[0]
-    assert worker.metric("dynamo_component_total_blocks") == worker.metric("dynamo_component_total_blocks", "dp_rank")
-    assert worker.metric("dynamo_component_total_blocks") > 1000
-    assert 0 < worker.metric("dynamo_component_kv_cache_hit_rate") < 1
-    text = httpx.get(f"{worker.url}/metrics").text
-    assert "bullet_graph:predicted_time_to_first_token_seconds{" in text
-    assert 'model_name="tiny"' in text
+    for worker in deployment.workers:
+        assert worker.metric("dynamo_component_total_blocks", 'dp_rank="0"') > 1000
+        text = httpx.get(f"{worker.url}/metrics").text
+        assert "bullet_graph:predicted_time_to_first_token_seconds{" in text
+        assert 'model_name="tiny"' in text
+    rates = [worker.metric("dynamo_component_kv_cache_hit_rate") for worker in deployment.workers]
+    assert 0 < max(rates) < 1
 
 
 # ---- workers that go; last, as none comes back ----

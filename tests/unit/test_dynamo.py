@@ -3,6 +3,8 @@
 import importlib.metadata
 import json
 import queue
+import re
+import shlex
 import time
 from collections.abc import Sequence
 from itertools import pairwise
@@ -224,6 +226,16 @@ def test_without_a_publisher_the_load_alone_is_told() -> None:
 
 
 # ---- files and the command ----
+
+
+def test_documented_commands_are_accepted() -> None:
+    page = (Path(command.__file__).parent / "README.md").read_text(encoding="utf-8")
+    text = f"{page}{command.main.help}".replace("\\\n", "")
+    lines = re.findall(r"^ *(python -m bullet_graph\.dynamo .*)$", text, re.MULTILINE)
+    assert len(lines) == 4
+    for line in lines:
+        context = command.main.make_context("dynamo", shlex.split(line.removesuffix("&"))[3:])
+        assert set(context.args) <= {"--discovery-backend", "file", "--dyn-tool-call-parser", "hermes"}
 
 
 def test_a_preset_of_bytes_gets_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
