@@ -18,12 +18,12 @@ from bullet_graph.cli.result_file import require_extra
 from bullet_graph.config import EngineConfig
 from bullet_graph.dynamo.model_files import model_folder
 from bullet_graph.errors import BulletGraphError, ConfigError
-from bullet_graph.serve.settings import SERVE_SETTINGS
+from bullet_graph.serve.settings import SERVE_SETTINGS, ServeSettings
 
 _NAME = "python -m bullet_graph.dynamo"
 _RELEASE = "1.6"
 _OF_SERVER = {
-    "max_queue_len": "Requests are refused, or go to another worker, while this many sequences wait for KV blocks.",
+    "max_queue_len": SERVE_SETTINGS["max_queue_len"].help,
     "shutdown_timeout_s": "After SIGTERM and Dynamo's grace period, time for requests in progress; then they are "
     "aborted, and the frontend may move them.",
     "watchdog_timeout_s": "After this long without progress on a lane, all requests fail, and the worker ends.",
@@ -61,7 +61,9 @@ class _WorkerCommand(ErrorReporting):
     default=True,
     help="Serve a few requests before registering, so that no client waits for kernels compiled on first use.",
 )
-def main(config: EngineConfig, trace_decisions: Path | None, served_model_name: str | None, **settings: Any) -> None:
+def main(
+    config: EngineConfig, trace_decisions: Path | None, served_model_name: str | None, warmup: bool, **settings: Any
+) -> None:
     """Serve the model as a worker of NVIDIA Dynamo, whose frontend speaks HTTP and chooses the worker.
 
     Options of Dynamo's runtime, shown at the end, are taken as well.
@@ -77,12 +79,13 @@ def main(config: EngineConfig, trace_decisions: Path | None, served_model_name: 
     from dynamo.common.backend.run import run  # noqa: PLC0415
     from dynamo.common.backend.worker import WorkerConfig  # noqa: PLC0415
 
-    from bullet_graph.dynamo.worker import BulletGraphEngine, WorkerSettings  # noqa: PLC0415
+    from bullet_graph.dynamo.worker import BulletGraphEngine  # noqa: PLC0415
 
     named = config.model if served_model_name is None else served_model_name
     make = partial(open_engine, config, quiet=False, trace_decisions=trace_decisions)
     folder = str(model_folder(config.model, config.revision))
-    engine = BulletGraphEngine(make, WorkerSettings(model_path=folder, served_model_name=named, **settings))
+    server = ServeSettings(served_model_name=named, **settings)
+    engine = BulletGraphEngine(make, server, model_path=folder, warmup=warmup)
     worker = WorkerConfig.from_runtime_config(runtime, model_name=folder, served_model_name=named)
 
     async def made(_: list[str] | None) -> tuple[BulletGraphEngine, Any]:

@@ -1,6 +1,6 @@
 """Dynamo's requests as the engine takes them, and its outputs as Dynamo takes those; knows no Dynamo."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -10,39 +10,26 @@ from bullet_graph.sampling_params import SamplingParams, StructuredOutputs
 
 Message = Mapping[str, Any]
 
-_SAME_NAMES = (
-    ("sampling_options", "temperature"),
-    ("sampling_options", "top_p"),
-    ("sampling_options", "top_k"),
-    ("sampling_options", "min_p"),
-    ("sampling_options", "seed"),
-    ("sampling_options", "presence_penalty"),
-    ("sampling_options", "frequency_penalty"),
-    ("sampling_options", "repetition_penalty"),
-    ("stop_conditions", "max_tokens"),
-    ("stop_conditions", "min_tokens"),
-    ("stop_conditions", "stop"),
-    ("stop_conditions", "ignore_eos"),
-    ("output_options", "logprobs"),
-    ("output_options", "prompt_logprobs"),
-    ("routing", "cache_salt"),
-)
-"""Where a request has what SamplingParams calls by the same name. The frontend writes the text, so it skips tokens."""
+_SAME_NAMES = {
+    "sampling_options": (
+        *("temperature", "top_p", "top_k", "min_p", "seed"),
+        *("presence_penalty", "frequency_penalty", "repetition_penalty"),
+    ),
+    "stop_conditions": ("max_tokens", "min_tokens", "stop", "ignore_eos"),
+    "output_options": ("logprobs", "prompt_logprobs"),
+    "routing": ("cache_salt",),
+}
+"""Where a request has what SamplingParams calls by the same name. The frontend writes the text."""
 
-_STOP_TOKENS = ("stop_token_ids", "stop_token_ids_visible", "stop_token_ids_hidden")
+_STOP_TOKENS = {"stop_conditions": ("stop_token_ids", "stop_token_ids_visible", "stop_token_ids_hidden")}
 _STRUCTURES = ("json", "regex", "choice", "grammar", "structural_tag")
 
-_NOT_SERVED = (
-    ("sampling_options", "n"),  # Dynamo's worker ends a request's stream at the end of its first output
-    ("sampling_options", "best_of"),
-    ("sampling_options", "use_beam_search"),
-    ("sampling_options", "length_penalty"),
-    ("stop_conditions", "max_thinking_tokens"),
-    ("", "multi_modal_data"),
-    ("", "prompt_embeds"),
-    ("", "prefill_result"),
-    ("", "bootstrap_info"),
-)
+_NOT_SERVED = {
+    # Dynamo's worker ends a request's stream at the end of its first output.
+    "sampling_options": ("n", "best_of", "use_beam_search", "length_penalty"),
+    "stop_conditions": ("max_thinking_tokens",),
+    "": ("multi_modal_data", "prompt_embeds", "prefill_result", "bootstrap_info"),
+}
 
 
 def read_request(
@@ -53,22 +40,25 @@ def read_request(
     ``defaults`` are for what it leaves open; without a limit, an output may be as long as ``max_model_len`` allows.
     Raises RequestError for what the engine does not do, SamplingParamsError for a wrong value.
     """
-    for group, name in _NOT_SERVED:
-        value = _given(request, group, name)
+    for name, value in _given(request, _NOT_SERVED):
         if value is True or value not in (None, False, 1, [], {}):
             raise RequestError(f"`{name}` is not supported by this worker, found {value!r:.80}: leave it out")
     prompt = [*request["token_ids"]]
-    own = {name: value for group, name in _SAME_NAMES if (value := _given(request, group, name)) is not None}
-    stop_ids = dict.fromkeys(i for name in _STOP_TOKENS for i in _given(request, "stop_conditions", name) or ())
-    structured = _structured_outputs(_given(request, "sampling_options", "guided_decoding"))
+    own = {name: value for name, value in _given(request, _SAME_NAMES) if value is not None}
+    stop_ids = dict.fromkeys(i for _, ids in _given(request, _STOP_TOKENS) for i in ids or ())
+    structured = _structured_outputs((request.get("sampling_options") or {}).get("guided_decoding"))
     room = {"max_tokens": max(max_model_len - len(prompt), 1)}
     return prompt, SamplingParams(
         **{**room, **defaults, **own}, stop_token_ids=tuple(stop_ids), structured_outputs=structured
     )
 
 
-def _given(request: Message, group: str, name: str) -> Any:
-    return ((request.get(group) or {}) if group else request).get(name)
+def _given(request: Message, wanted: Mapping[str, Sequence[str]]) -> Iterator[tuple[str, Any]]:
+    """The names wanted of each group of a request, and their values; the group "" is the request itself."""
+    for group, names in wanted.items():
+        found = (request.get(group) or {}) if group else request
+        for name in names:
+            yield name, found.get(name)
 
 
 def _structured_outputs(wanted: Message | None) -> StructuredOutputs | None:

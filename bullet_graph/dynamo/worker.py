@@ -5,7 +5,6 @@ import os
 import signal
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing, suppress
-from dataclasses import dataclass
 from functools import partial
 from http import HTTPStatus
 from typing import Any
@@ -24,43 +23,39 @@ from bullet_graph.dynamo.messages import CANCELLED, read_request, write_chunk
 from bullet_graph.engine.async_engine import AsyncEngine
 from bullet_graph.engine.engine import Engine
 from bullet_graph.engine.output import OutputKind
-from bullet_graph.errors import BulletGraphError, EngineDeadError, LateError, RequestError
+from bullet_graph.errors import EngineDeadError, LateError, RequestError
 from bullet_graph.perf.energy import open_probe
 from bullet_graph.serve.app import watch
 from bullet_graph.serve.errors import ApiError
 from bullet_graph.serve.lifecycle import ENGINE_STOP_S, LAST_WORDS_S, warm_up
 from bullet_graph.serve.limits import Gate
 from bullet_graph.serve.metrics import RequestMeter, ServerMetrics
+from bullet_graph.serve.settings import ServeSettings
 
 _PROBE_TOKEN = 1
 """The prompt of Dynamo's health checks."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerSettings:
-    """The worker's settings: as those of the server with the same names, and the folder that the frontend reads."""
-
-    model_path: str
-    served_model_name: str
-    max_queue_len: int
-    shutdown_timeout_s: float
-    watchdog_timeout_s: float
-    warmup: bool
-
-
 class BulletGraphEngine(LLMEngine):  # type: ignore[misc]
     """One engine; ``open_engine`` makes it when Dynamo's worker starts.
+
+    Of the server's ``settings``, it takes the name, and those of the queue, the drain and the watchdog. The frontend
+    reads the folder ``model_path``.
 
     Attributes:
         failure: why it could not start, or why it stopped by itself; None otherwise.
         stuck: its thread has not ended, and never will.
     """
 
-    def __init__(self, open_engine: Callable[[], Engine], settings: WorkerSettings) -> None:
-        self.failure: BulletGraphError | None = None
+    def __init__(
+        self, open_engine: Callable[[], Engine], settings: ServeSettings, *, model_path: str, warmup: bool
+    ) -> None:
+        self.failure: Exception | None = None
         self.stuck = False
         self._open_engine = open_engine
         self._settings = settings
+        self._model_path = model_path
+        self._warmup = warmup
         self._engine: AsyncEngine | None = None
         self._events = CacheEvents(block_tokens=KV_BLOCK_TOKENS, publish_load=self._publish_load)
         self._load: Any = None
@@ -80,9 +75,9 @@ class BulletGraphEngine(LLMEngine):  # type: ignore[misc]
             if engine.caches_prefixes:
                 engine.listen_to_prefix_cache(self._events.put)
             self._engine = AsyncEngine(engine)
-            if self._settings.warmup:
+            if self._warmup:
                 await warm_up(self._engine)
-        except BulletGraphError as error:
+        except Exception as error:
             self.failure = error
             raise
         self._gate = Gate(self._engine, self._settings.max_queue_len)
@@ -90,7 +85,7 @@ class BulletGraphEngine(LLMEngine):  # type: ignore[misc]
         self._metrics = ServerMetrics(self._settings.served_model_name, self._engine, self._gate, self._probe)
         self._watchdog = asyncio.create_task(self._watch(self._engine))
         return Registration(
-            model=self._settings.model_path,
+            model=self._model_path,
             served_model_name=self._settings.served_model_name,
             llm=LlmRegistration(
                 context_length=engine.max_model_len,

@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
@@ -23,9 +23,10 @@ from cli_runner import TINY, refused
 from click.testing import CliRunner
 from engines import make_engine
 
-from bullet_graph import EngineDeadError, SamplingParams
+from bullet_graph import Engine, EngineDeadError, SamplingParams
 from bullet_graph.config import KV_BLOCK_TOKENS
 from bullet_graph.engine.block_pool import chained_keys, root_key
+from bullet_graph.serve.settings import ServeSettings
 from bullet_graph.workloads import load_workload
 
 REASON = "needs ai-dynamo: make test-dynamo"
@@ -34,7 +35,7 @@ pytest.importorskip("dynamo.common.backend", reason=REASON)
 from dynamo.llm.exceptions import EngineShutdown, HttpError, InvalidArgument  # noqa: E402
 
 from bullet_graph.dynamo import __main__ as command  # noqa: E402
-from bullet_graph.dynamo.worker import BulletGraphEngine, WorkerSettings  # noqa: E402
+from bullet_graph.dynamo.worker import BulletGraphEngine  # noqa: E402
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -325,10 +326,11 @@ class Context:
         return False
 
 
-def settings(**changes: Any) -> WorkerSettings:
-    given = {"model_path": "", "served_model_name": "tiny", "max_queue_len": 8, "shutdown_timeout_s": 0.2}
-    given |= {"watchdog_timeout_s": 60.0, "warmup": True}
-    return WorkerSettings(**(given | changes))
+def made(
+    open_engine: Callable[[], Engine] = make_engine, *, watchdog_timeout_s: float = 60.0, warmup: bool = True
+) -> BulletGraphEngine:
+    settings = ServeSettings(served_model_name="tiny", shutdown_timeout_s=0.2, watchdog_timeout_s=watchdog_timeout_s)
+    return BulletGraphEngine(open_engine, settings, model_path="", warmup=warmup)
 
 
 async def chunks_of(engine: BulletGraphEngine, max_tokens: int, **fields: Any) -> list[dict[str, Any]]:
@@ -337,7 +339,7 @@ async def chunks_of(engine: BulletGraphEngine, max_tokens: int, **fields: Any) -
 
 
 async def test_errors_are_told_as_dynamo_takes_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = BulletGraphEngine(make_engine, settings())
+    engine = made()
     await engine.cleanup()
     registration = await engine.start(1)
     assert registration.llm.kv_cache_block_size == KV_BLOCK_TOKENS
@@ -358,7 +360,7 @@ async def test_errors_are_told_as_dynamo_takes_them(monkeypatch: pytest.MonkeyPa
 async def test_a_failed_engine_ends_its_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     sent: list[int] = []
     monkeypatch.setattr(os, "kill", lambda _, signum: sent.append(signum))
-    engine = BulletGraphEngine(make_engine, settings(watchdog_timeout_s=0.0005, warmup=False))
+    engine = made(watchdog_timeout_s=0.0005, warmup=False)
     await engine.start(1)
     with pytest.raises(EngineShutdown, match="watchdog-timeout"):
         await chunks_of(engine, 120)
@@ -370,7 +372,7 @@ async def test_a_failed_engine_ends_its_worker(monkeypatch: pytest.MonkeyPatch) 
 
 
 async def test_an_engine_that_cannot_start_says_why() -> None:
-    engine = BulletGraphEngine(lambda: make_engine("nonesuch"), settings())
+    engine = made(lambda: make_engine("nonesuch"))
     with pytest.raises(Exception, match="unknown model"):
         await engine.start(1)
     assert "unknown model" in str(engine.failure)
