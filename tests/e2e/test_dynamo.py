@@ -21,7 +21,7 @@ import openai
 import pytest
 from cli_runner import TINY, refused
 from click.testing import CliRunner
-from engines import make_engine
+from engines import Gate, make_engine
 
 from bullet_graph import Engine, EngineDeadError, SamplingParams
 from bullet_graph.config import KV_BLOCK_TOKENS
@@ -355,6 +355,19 @@ async def test_errors_are_told_as_dynamo_takes_them(monkeypatch: pytest.MonkeyPa
         await chunks_of(engine, 2)
     await engine.cleanup()
     assert (engine.failure, engine.stuck) == (None, False)
+
+
+async def test_an_abort_ends_a_request_that_waits_for_its_next_token(gate: Gate) -> None:
+    engine = made(warmup=False)
+    await engine.start(1)
+    task = asyncio.create_task(chunks_of(engine, 100))
+    while not (engine._engine and engine._engine.stats.num_steps):
+        await asyncio.sleep(0.002)
+    await engine.abort(Context())
+    chunks = await asyncio.wait_for(task, 20)
+    assert chunks[-1] == {"token_ids": [], "index": 0, "finish_reason": "cancelled"}
+    gate.open()
+    await engine.cleanup()
 
 
 async def test_a_failed_engine_ends_its_worker(monkeypatch: pytest.MonkeyPatch) -> None:
