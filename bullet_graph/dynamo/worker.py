@@ -145,6 +145,8 @@ class BulletGraphEngine(LLMEngine):  # type: ignore[misc]
             prompt, params = read_request(
                 request, max_model_len=engine.engine.max_model_len, defaults=engine.engine.default_sampling_params
             )
+            if context.is_stopped():  # `abort` came too early to find the request
+                return
             with self._gate.enter(1) as hand_over:
                 hand_over(1)
                 outputs = engine.generate(prompt, params, context.id(), output_kind=OutputKind.DELTA)
