@@ -33,10 +33,10 @@ export PYTHONDONTWRITEBYTECODE =
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv demo test lint typecheck unit size sanitize browser format gpu-test stamp clean
+.PHONY: help venv demo test test-dynamo lint typecheck unit size sanitize browser format gpu-test stamp clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-11s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
 demo: $(VENV)/.installed ## the offline benchmark: an 8B model on a GPU, else a tiny one on the CPU
 	$(BIN)/bullet-graph bench throughput $(DEMO)
@@ -83,6 +83,9 @@ browser: ## Chromium, for the test of the server's live page, where there is non
 		{ test "$$(id -u)" = 0 && command -v apt-get && apt-get update && apt-get install -y --no-install-recommends chromium; } || \
 		$(BIN)/playwright install --with-deps chromium-headless-shell
 
+test-dynamo: $(VENV)/.installed-dynamo ## the tests of the Dynamo worker behind Dynamo's frontend and router
+	$(BIN)/pytest tests/e2e/test_dynamo.py tests/unit/test_dynamo.py
+
 gpu-test: $(VENV)/.installed-dev ## the tests that need an NVIDIA GPU
 	$(BIN)/pytest tests/gpu -m gpu
 
@@ -93,6 +96,12 @@ format: $(VENV)/.installed-dev ## rewrite the sources in the house style
 
 stamp: ## note the commit in a file, for a copy of the tree that travels without its history
 	printf '%s%s\n' "$$(git rev-parse HEAD)" "$$(git status --porcelain -- bullet_graph | sed -n 's/.*/-dirty/p;q')" > bullet_graph/_commit
+
+# Not the extra: its dependency aisimulate, for Dynamo's planner, comes from an index of NVIDIA's that not every machine
+# can reach, and others would change the versions of what is installed.
+$(VENV)/.installed-dynamo: pyproject.toml | $(VENV)/.installed-dev
+	$(PIP) install --no-compile --no-deps ai-dynamo==1.6.1 ai-dynamo-runtime==1.6.1 msgspec pyzmq
+	touch $@
 
 venv: $(VENV)/.installed-dev ## a virtual environment with the package (editable) and the tools
 

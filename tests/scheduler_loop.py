@@ -7,6 +7,7 @@ import numpy as np
 from paged_device import PagedDevice, check_blocks, generate_alone
 
 from bullet_graph.config import PromptOrder
+from bullet_graph.engine.block_pool import BlocksRemoved, BlocksStored, chained_keys, root_key
 from bullet_graph.engine.scheduler import Scheduler
 from bullet_graph.engine.sequence import ScheduledStep, Sequence, Status
 from bullet_graph.partition.masks import Lane
@@ -57,6 +58,9 @@ class Loop:
             prefix_caching=prefix_caching and window is None,
         )
         self.pool = self.scheduler.pool
+        self.told: set[bytes] = set()
+        """Keys that the prefix cache's listener has heard of, and that are not removed."""
+        self.pool.listener = self.listen
         self.device = PagedDevice(BLOCK_TOKENS, window)
         self.in_flight: deque[tuple[int, ScheduledStep]] = deque()
         self.sequences: list[Sequence] = []
@@ -109,6 +113,18 @@ class Loop:
             self.num_scored[sequence] = end
         self.in_flight.append((self.device.launch(scheduled.step, self.lane_of(scheduled)), scheduled))
         return scheduled
+
+    def listen(self, change: BlocksStored | BlocksRemoved) -> None:
+        keys = set(change.keys)
+        assert len(keys) == len(change.keys) > 0
+        if isinstance(change, BlocksRemoved):
+            assert keys <= self.told
+            self.told -= keys
+        else:
+            parent = root_key(change.cache_salt) if change.parent is None else change.parent
+            assert chained_keys(parent, change.token_ids, BLOCK_TOKENS) == [*change.keys]
+            assert not keys & self.told
+            self.told |= keys
 
     def check_found(self, sequence: Sequence) -> None:
         """What a sequence shares when it starts are full blocks of its own tokens, the last token excepted."""
@@ -168,6 +184,7 @@ class Loop:
 
     def check_blocks(self) -> None:
         check_blocks(self.pool, self.max_num_seqs, self.sequences)
+        assert self.told == self.pool._by_key.keys()
         touched = {s for _, step in self.in_flight for s in step.touched}
         assert all(s in touched for s in self.sequences if s.slot >= 0 and s.status is Status.FINISHED), "a leak"
         running = [s for s in self.sequences if s.status is Status.RUNNING]

@@ -126,7 +126,7 @@ def message_of(error: errors.BulletGraphError, command: click.Command) -> str:
     return str(error) if is_of_file else with_flags(str(error), command)
 
 
-class _ErrorReportingGroup(LazyGroup):
+class ErrorReporting(click.Command):
     """Reports the package's own errors and warnings in one line, errors with an exit code; others stay as they are."""
 
     def invoke(self, ctx: click.Context) -> None:
@@ -150,6 +150,10 @@ class _ErrorReportingGroup(LazyGroup):
             ctx.exit(EXIT_INTERRUPTED)
         finally:
             warnings.showwarning = show_others
+
+
+class _ErrorReportingGroup(ErrorReporting, LazyGroup):
+    """The program."""
 
 
 @click.group(

@@ -15,11 +15,12 @@ from bullet_graph.config import Policy, PromptOrder, former_names_too
 from bullet_graph.engine.admission import Prompt
 from bullet_graph.engine.engine import Engine
 from bullet_graph.engine.output import EngineStats, OutputKind, RequestOutput
-from bullet_graph.errors import ConfigError, EngineDeadError
+from bullet_graph.errors import ConfigError, EngineDeadError, RequestError
 from bullet_graph.sampling_params import SamplingParams
 from bullet_graph.slo import NO_TARGETS, Slo
 
-_Item = RequestOutput | Exception
+_Item = RequestOutput | Exception | None
+"""None: the request was aborted."""
 
 
 class _OutputStream:
@@ -71,7 +72,7 @@ class AsyncEngine:
         self.stats: EngineStats = self.engine.stats()
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._streams: dict[str, _OutputStream] = {}
-        self._open: set[_OutputStream] = set()
+        self._open: dict[str, _OutputStream] = {}
         self._busy_since_s: float | None = None
         self._names = itertools.count()
         self._compilers = ThreadPoolExecutor(2, thread_name_prefix="bullet-graph-grammars")
@@ -120,7 +121,7 @@ class AsyncEngine:
             with suppress(Exception):  # adding the request raises it again
                 self.engine.compile_structured_outputs(sampling_params)
             with self._lock:
-                if stream in self._open:
+                if self._open.get(name) is stream:
                     self._commands.put(add)
                 else:  # aborted meanwhile
                     self._num_arriving -= num_samples
@@ -132,8 +133,10 @@ class AsyncEngine:
 
         with self._lock:
             self._require_alive()
+            if name in self._open:
+                raise RequestError(f"request id {name!r} is in use")
             arrival_s = self.engine.now()
-            self._open.add(stream)
+            self._open[name] = stream
             self._num_arriving += num_samples
             if isinstance(sampling_params, SamplingParams) and sampling_params.structured_outputs is not None:
                 self._compilers.submit(compile_and_add)
@@ -145,15 +148,27 @@ class AsyncEngine:
                 if not stream.items:
                     await stream.arrival()
                 output = stream.items.popleft()
+                if output is None:
+                    return
                 if isinstance(output, Exception):
                     raise output
                 finished = output.finished
                 yield output
         finally:
             with self._lock:
-                self._open.discard(stream)
+                del self._open[name]
             if not finished:
                 self._commands.put(abort)
+
+    def abort(self, request_id: str) -> None:
+        """End a request now, from any thread: its generator ends without a last output. Unknown ids are ignored.
+
+        For a caller that cannot leave the generator, as it waits there.
+        """
+        with self._lock:
+            stream = self._open.get(request_id)
+        if stream is not None:
+            _send(stream.loop, (stream, None))
 
     @former_names_too
     async def set_policy(
@@ -255,7 +270,7 @@ class AsyncEngine:
             if self.failure is not None:
                 return
             self.failure = failure
-            streams = list(self._open)
+            streams = list(self._open.values())
         for stream in streams:
             _send(stream.loop, (stream, _copy(failure)))
 

@@ -1,7 +1,8 @@
 """Blocks of the KV cache: which are free, which sequences hold which, and which tokens they hold (the prefix cache)."""
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import takewhile
 
@@ -30,6 +31,30 @@ def chained_keys(parent: bytes, token_ids: Int32Array, block_tokens: int) -> lis
     return keys
 
 
+@dataclass(frozen=True, slots=True)
+class BlocksStored:
+    """Full blocks, one after the other, that others can find from now on.
+
+    ``parent`` is the key before the first one; None at the beginning of a sequence. ``token_ids`` are those of all.
+    """
+
+    parent: bytes | None
+    keys: tuple[bytes, ...]
+    token_ids: Int32Array
+    cache_salt: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksRemoved:
+    """Blocks that nobody can find any more."""
+
+    keys: tuple[bytes, ...]
+
+
+CacheListener = Callable[[BlocksStored | BlocksRemoved], None]
+"""Is told what the prefix cache holds, in order, in the engine's thread, which waits for it."""
+
+
 class BlockPool:
     """The free blocks, and the table of each slot's blocks in order of position, without those given back.
 
@@ -50,6 +75,7 @@ class BlockPool:
         self._num_holders = [0] * num_blocks
         self._keys: dict[int, bytes] = {}
         self._by_key: dict[bytes, int] = {}
+        self.listener: CacheListener | None = None
         self.peak_used = 0
         self._table: Int32Array = np.zeros((num_slots, max_blocks_per_seq), dtype=np.int32)
         self._counts = [0] * num_slots
@@ -145,24 +171,35 @@ class BlockPool:
         self._counts[slot] = len(blocks)
         self.peak_used = max(self.peak_used, self.num_used)
 
-    def cache(self, slot: int, first: int, keys: list[bytes]) -> None:
+    def cache(self, slot: int, first: int, keys: list[bytes]) -> list[bool]:
         """Let others find the slot's blocks from its ``first`` on, which hold what ``keys`` stand for.
 
-        Of two blocks with the same tokens, only the first one gets the key.
+        Of two blocks with the same tokens, only the first one gets the key. Returns which keys are new.
         """
+        new = []
         for block, key in zip(self._table[slot, first : first + len(keys)].tolist(), keys, strict=True):
-            if self._by_key.setdefault(key, block) == block:
+            new.append(self._by_key.setdefault(key, block) == block)
+            if new[-1]:
                 self._keys[block] = key
+        return new
 
     def forget(self) -> None:
         """Empty the prefix cache, while no slot holds a block."""
         while self._cached:
             self._evict()
 
+    def abandon(self) -> None:
+        """Tell the listener that all blocks are lost, as the pool is not used any more."""
+        if self.listener is not None and self._by_key:
+            self.listener(BlocksRemoved(tuple(self._by_key)))
+
     def _evict(self) -> None:
         block, _ = self._cached.popitem(last=False)
-        del self._by_key[self._keys.pop(block)]
+        key = self._keys.pop(block)
+        del self._by_key[key]
         self._free.append(block)
+        if self.listener is not None:
+            self.listener(BlocksRemoved((key,)))
 
     def owned(self, slot: int) -> list[int]:
         """The slot's blocks in order of position."""

@@ -15,6 +15,7 @@ from bullet_graph._imports import BEGAN_S
 from bullet_graph._version import __version__
 from bullet_graph.config import EngineConfig, Policy, PromptOrder, former_names_too, with_settings
 from bullet_graph.engine.admission import Admission, Prompt, normalise_batch
+from bullet_graph.engine.block_pool import CacheListener
 from bullet_graph.engine.core import EngineCore
 from bullet_graph.engine.in_flight import stalled_launches
 from bullet_graph.engine.output import EngineStats, OutputKind, RequestOutput
@@ -112,6 +113,7 @@ class Engine:
         self._corrections = Corrections()
         self._failure: BaseException | None = None
         self._trace: DecisionTrace | None = None
+        self._cache_listener: CacheListener | None = None
         self._aborted: list[RequestOutput] = []
         self._names = itertools.count()
         try:
@@ -161,21 +163,17 @@ class Engine:
             corrections=self._corrections,
             eager_layer_ms=self._eager_layer_ms,
         )
-        return EngineCore(
-            executor,
-            planner,
-            Scheduler(
-                num_blocks=self.memory.num_kv_blocks,
-                max_num_seqs=config.max_num_seqs,
-                max_model_len=self.max_model_len,
-                prompt_order=config.prompt_order,
-                window=self.model_config.widest_window,
-                held_tokens=held_tokens(config, self.model_config, self.max_model_len),
-                prefix_caching=config.prefix_caching and self.model_config.widest_window is None,
-            ),
-            num_layers=self.model_config.num_layers,
-            trace=self._trace,
+        scheduler = Scheduler(
+            num_blocks=self.memory.num_kv_blocks,
+            max_num_seqs=config.max_num_seqs,
+            max_model_len=self.max_model_len,
+            prompt_order=config.prompt_order,
+            window=self.model_config.widest_window,
+            held_tokens=held_tokens(config, self.model_config, self.max_model_len),
+            prefix_caching=config.prefix_caching and self.model_config.widest_window is None,
         )
+        scheduler.pool.listener = self._cache_listener
+        return EngineCore(executor, planner, scheduler, num_layers=self.model_config.num_layers, trace=self._trace)
 
     def __enter__(self) -> "Engine":
         return self
@@ -274,6 +272,7 @@ class Engine:
                 raise EngineDeadError(f"the engine failed while running a step: {error}") from error
             # An interrupt may strike anywhere, so the scheduler's books cannot be trusted.
             self._core.drain()
+            self._core.scheduler.pool.abandon()
             self._core = self._new_core(executor, self.config)
             self._aborted = []
             self._failure = None
@@ -360,13 +359,25 @@ class Engine:
         chosen = Policy.parse(policy) if isinstance(policy, str) else policy
         order = self.config.prompt_order if prompt_order is None else prompt_order
         config = dataclasses.replace(self.config, policy=chosen, slo=slo, prompt_order=order)
-        self._core = self._new_core(executor, config)
-        self.config = config
+        core = self._new_core(executor, config)
+        self._core.scheduler.pool.abandon()
+        self._core, self.config = core, config
 
     @property
     def caches_prefixes(self) -> bool:
         """Whether requests share the KV blocks of equal prefixes: not where every layer has a sliding window."""
         return self._core.scheduler.prefix_caching
+
+    def listen_to_prefix_cache(self, listener: CacheListener) -> None:
+        """Have ``listener`` told of every block that the prefix cache holds from now on, or holds no more.
+
+        It is called in the thread that calls the engine, which waits for it. Raises RequestError if the cache holds
+        blocks already, which it would not hear of.
+        """
+        self._alive()
+        if self.stats().num_prompt_tokens or self.has_unfinished_requests():
+            raise RequestError("a listener must come before the first request, or miss blocks: make a new engine")
+        self._cache_listener = self._core.scheduler.pool.listener = listener
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes; the counters stay. Raises RequestError while requests are under way."""

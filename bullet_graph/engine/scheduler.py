@@ -1,12 +1,12 @@
 """Continuous batching over a paged KV cache: admits, preempts and finishes sequences, and fills steps."""
 
 from collections.abc import Iterable, Iterator
-from itertools import islice
+from itertools import groupby, islice
 
 import numpy as np
 
 from bullet_graph.config import KV_BLOCK_TOKENS, PromptOrder
-from bullet_graph.engine.block_pool import BlockPool, chained_keys, root_key
+from bullet_graph.engine.block_pool import BlockPool, BlocksStored, chained_keys, root_key
 from bullet_graph.engine.prompt_queue import QUEUE_IN_SIGHT, PromptQueue, prompt_load
 from bullet_graph.engine.sequence import ScheduledStep, Sequence, Status
 from bullet_graph.partition.masks import Lane
@@ -346,12 +346,26 @@ class Scheduler:
         """Let others find the sequence's blocks that ``num_tokens`` fill: no launch in flight writes them."""
         first = sequence.num_keyed
         keys = sequence.block_keys[first : num_tokens // self.pool.block_tokens]
-        self.pool.cache(sequence.slot, first, keys)
+        new = self.pool.cache(sequence.slot, first, keys)
+        if self.pool.listener is not None:
+            self._tell_stored(sequence, first, new)
         sequence.num_keyed += len(keys)
         self.queue.written(keys)
         for waiting in self.queue.awaiting(keys):
             # After a long wait, the few blocks that are left cost little more.
             self._look_up(waiting, least=1)
+
+    def _tell_stored(self, sequence: Sequence, first: int, new: list[bool]) -> None:
+        """Tell of the sequence's blocks from its ``first`` on that are ``new``, each run without a gap at once."""
+        assert self.pool.listener is not None
+        keys, size, start = sequence.block_keys, self.pool.block_tokens, first
+        for is_new, run in groupby(new):
+            stop = start + len(list(run))
+            if is_new:
+                parent = keys[start - 1] if start else None
+                token_ids = sequence.known_token_ids(start * size, stop * size)
+                self.pool.listener(BlocksStored(parent, tuple(keys[start:stop]), token_ids, sequence.params.cache_salt))
+            start = stop
 
     def _extend_keys(self, sequence: Sequence) -> None:
         """Give the sequence keys for all full blocks of the tokens on the host."""

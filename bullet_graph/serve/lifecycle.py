@@ -24,9 +24,9 @@ from bullet_graph.serve.settings import ServeSettings
 
 _KEEP_ALIVE_S = 75
 _BACKLOG = 2048
-_LAST_WORDS_S = 10
+LAST_WORDS_S = 10
 """After the drain, for answers to reach their clients; then connections are cut."""
-_ENGINE_STOP_S = 30.0
+ENGINE_STOP_S = 30.0
 """For the engine's thread to end; a stuck thread never does."""
 
 _COLLECT_EVERY = 100_000
@@ -82,7 +82,7 @@ class DrainingServer(uvicorn.Server):
                 lifespan="on",
                 backlog=_BACKLOG,
                 timeout_keep_alive=_KEEP_ALIVE_S,
-                timeout_graceful_shutdown=math.ceil(self._drain_s) + _LAST_WORDS_S,
+                timeout_graceful_shutdown=math.ceil(self._drain_s) + LAST_WORDS_S,
             )
         )
 
@@ -162,7 +162,7 @@ def run_server(
         server.run(sockets=[listener] if isinstance(listener, socket.socket) else None)
     finally:
         gc.set_threshold(*thresholds)
-        ended = engine.shutdown(_ENGINE_STOP_S)
+        ended = engine.shutdown(ENGINE_STOP_S)
     return ended
 
 

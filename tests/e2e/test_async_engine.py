@@ -152,6 +152,17 @@ async def test_leaving_the_generator_aborts(engine: AsyncEngine, gate: Gate, clo
     assert engine.engine.stats().num_steps < 100
 
 
+async def test_aborting_by_id_ends_the_generator_that_waits(engine: AsyncEngine, gate: Gate) -> None:
+    task = asyncio.create_task(collect(engine, PROMPT, LONG, request_id="mine"))
+    while not engine.stats.num_steps:
+        await asyncio.sleep(0.002)
+    engine.abort("nonesuch")
+    engine.abort("mine")
+    outputs = await asyncio.wait_for(task, 20)
+    assert all(not output.finished for output in outputs)
+    gate.open()
+
+
 async def test_an_id_can_be_used_again_right_after_its_request_was_left(engine: AsyncEngine, model: Model) -> None:
     # The abort must not end the new request of the same id.
     for _ in range(20):

@@ -20,6 +20,7 @@ from engines import (
 )
 
 from bullet_graph import Engine, RequestError, RequestOutput, SamplingParams
+from bullet_graph.engine.block_pool import BlocksRemoved, BlocksStored
 from bullet_graph.engine.replay import replay, timed_requests
 from bullet_graph.engine.simulation import SimulationSettings, simulate
 from bullet_graph.hardware import H200
@@ -160,6 +161,22 @@ def test_the_cache_can_be_emptied_between_requests() -> None:
         engine.add_request("a", SHARED)
         with pytest.raises(RequestError, match="between requests"):
             engine.reset_prefix_cache()
+
+
+def test_a_listener_is_told_that_another_policy_empties_the_cache() -> None:
+    told: list[BlocksStored | BlocksRemoved] = []
+    with make_engine(policy="mixed") as engine:
+        engine.listen_to_prefix_cache(told.append)
+        engine.generate(SHARED, SamplingParams(max_tokens=2), use_tqdm=False)
+        engine.set_policy("serial")
+        engine.generate(SHARED, SamplingParams(max_tokens=2), use_tqdm=False)
+        with pytest.raises(RequestError, match="before the first request"):
+            engine.listen_to_prefix_cache(told.append)
+    stored, removed, again = told
+    assert isinstance(stored, BlocksStored)
+    assert stored.token_ids.tolist() == list(SHARED[:64])
+    assert removed == BlocksRemoved(stored.keys)
+    assert again.keys == stored.keys
 
 
 def test_the_simulator_finds_what_the_engine_finds() -> None:

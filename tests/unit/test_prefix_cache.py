@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scheduler_loop import BLOCK_TOKENS, LANES_AT_ONCE, Loop
 
-from bullet_graph.engine.block_pool import BlockPool, chained_keys, root_key
+from bullet_graph.engine.block_pool import BlockPool, BlocksRemoved, BlocksStored, chained_keys, root_key
 from bullet_graph.engine.prompt_queue import prompt_load
 from bullet_graph.engine.scheduler import AWAITED_BLOCKS
 from bullet_graph.engine.sequence import Sequence, Status
@@ -88,6 +88,12 @@ def run(loop: Loop) -> int:
         loop.check_blocks()
     loop.drain()
     return rows
+
+
+def run_quietly(loop: Loop) -> None:
+    while loop.unfinished:
+        loop.launch()
+        loop.retire()
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -193,6 +199,29 @@ def test_a_prompt_that_is_scored_is_computed_but_others_find_it() -> None:
     plain = loop.add(TEXT[:20])
     run(loop)
     assert [s.num_found for s in (first, loop.sequences[1], again, plain)] == [0, 16, 0, 16]
+
+
+def test_a_listener_hears_what_is_stored_and_removed() -> None:
+    # Eleven blocks, of which the second prompt needs ten.
+    loop = Loop("serial", chunk_tokens=1000, spare_blocks=1)
+    heard: list[BlocksStored | BlocksRemoved] = []
+    loop.pool.listener = heard.append
+    keys = keys_of(TEXT[:24], None)
+    loop.add(TEXT[:20], max_tokens=1)
+    run_quietly(loop)
+    loop.add([*TEXT[:24], 1], max_tokens=1)
+    run_quietly(loop)
+    loop.add(37, max_tokens=1)
+    run_quietly(loop)
+    first, second, *removed, third = heard
+    assert isinstance(first, BlocksStored)
+    assert (first.parent, first.keys, first.token_ids.tolist()) == (None, tuple(keys[:5]), TEXT[:20])
+    assert isinstance(second, BlocksStored)
+    assert (second.parent, second.keys, second.token_ids.tolist()) == (keys[4], tuple(keys[5:]), TEXT[20:24])
+    assert removed == [BlocksRemoved((key,)) for key in reversed(keys[1:])]
+    assert isinstance(third, BlocksStored)
+    loop.pool.abandon()
+    assert heard[-1] == BlocksRemoved((keys[0], *third.keys))
 
 
 def test_a_preempted_sequence_gets_back_what_is_still_there() -> None:
