@@ -49,7 +49,7 @@ def test_the_first_commands_of_the_readme_work_in_a_clone(clone: Path) -> None:
     done = subprocess.run(
         ["bash", "-c", "\n".join(script)],
         cwd=clone,
-        env=os.environ | {"PYTHONPATH": str(clone), "OMP_NUM_THREADS": "1"},
+        env=os.environ | {"PYTHONPATH": str(clone)},
         capture_output=True,
         text=True,
         timeout=55,
