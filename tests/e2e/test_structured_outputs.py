@@ -176,9 +176,11 @@ def alone(model: Model) -> list[RequestOutput]:
         return [engine.generate([p], _code(i), use_tqdm=False)[0] for i, p in enumerate(PROMPTS)]
 
 
-@at_any_depth
 @short_slices
-@pytest.mark.parametrize("policy", ["serial", "mixed:16", "auto"])
+@pytest.mark.parametrize(
+    ("depth", "policy"), [(1, "serial"), (3, "mixed:16"), (1, "auto"), (3, "auto")], indirect=["depth"]
+)
+@pytest.mark.usefixtures("depth")
 def test_structured_outputs_among_others(
     model: Model, expected: list[tuple[int, ...]], alone: list[RequestOutput], policy: str
 ) -> None:
