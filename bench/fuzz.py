@@ -37,10 +37,8 @@ from bullet_graph.captures.manifest import Manifest, entry_id, list_files
 from bullet_graph.captures.store import FILES_NAME, CaptureStore
 from bullet_graph.cli.result_file import to_json, write_result_file
 from bullet_graph.errors import BulletGraphError
-from bullet_graph.models.checkpoint import open_checkpoint
 from bullet_graph.models.presets import PRESETS, load_model_config
 from bullet_graph.models.tokenizer import Tokenizer
-from bullet_graph.models.weights import weight_shapes
 from bullet_graph.perf.provenance import collect_provenance
 
 SERVER = ("--model", "tiny", "--device", "cpu", "--max-num-seqs", "8", "--max-model-len", "256")
@@ -255,6 +253,8 @@ def sample_model(folder: Path) -> None:
     import torch  # noqa: PLC0415
     from safetensors.torch import save_file  # noqa: PLC0415
 
+    from bullet_graph.models.weights import weight_shapes  # noqa: PLC0415
+
     tiny = PRESETS["tiny"]
     fields = {
         "architectures": [tiny.architecture],
@@ -306,6 +306,8 @@ def sample_archive(folder: Path) -> Path:
 
 
 def read_model(folder: Path) -> None:
+    from bullet_graph.models.checkpoint import open_checkpoint  # noqa: PLC0415 - torch
+
     config = load_model_config(folder)
     tokenizer = Tokenizer.from_folder(folder)
     if tokenizer is not None:
@@ -319,11 +321,12 @@ def fuzz_files(seconds: float, seed: int, results: "multiprocessing.Queue[tuple[
     """Read changed files until the time is over."""
     be_modest()
     rng, counts, problems = random.Random(seed), Counter[str](), list[str]()
-    end_s = time.monotonic() + seconds
     with tempfile.TemporaryDirectory() as name:
         root, model = Path(name), Path(name) / "model"
         model.mkdir()
         sample_model(model)
+        read_model(model)
+        end_s = time.monotonic() + seconds
         archive = sample_archive(root)
         whole = {path.name: path.read_bytes() for path in (*model.iterdir(), archive)}
         store = CaptureStore(root / "imported")

@@ -9,18 +9,24 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-import torch
+from hypothesis import settings
 
 # For `bench`. At the end: another build of the package, on PYTHONPATH, must come before the one beside `bench`.
 sys.path.append(str(Path(__file__).parents[1]))
 
-# Triton reads this when a kernel is defined: without a GPU the kernels run in its interpreter.
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")
-
-# Tests run side by side, one process a core: more threads in each, or in what it starts, would only wait for one another.
-torch.set_num_threads(1)
+# Tests run side by side, one process a core: more threads, also of what they start, would only wait for one another.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# Where xdist's processes run the tests, the one that hands them out needs no torch.
+if "PYTEST_XDIST_WORKER" in os.environ or "-n" not in sys.argv:
+    import torch
+
+    torch.set_num_threads(1)
+    # Triton reads this when a kernel is defined: without a GPU the kernels run in its interpreter.
+    if not torch.cuda.is_available():
+        os.environ.setdefault("TRITON_INTERPRET", "1")
+
+settings.register_profile("thorough", max_examples=1000)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -4,8 +4,6 @@ import asyncio
 import gc
 import inspect
 import re
-import subprocess
-import sys
 import threading
 import time
 import weakref

@@ -6,8 +6,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from examples import few
 from fakes.perf_tables import LLAMA_8B
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from bullet_graph.config import Policy, PromptOrder
@@ -157,7 +158,7 @@ def test_sizes_that_the_model_does_not_know_are_refused() -> None:
         SimulatedEngine(MODEL, replace(SETTINGS, policy=Policy.parse("split:48"), decode_sms=(32,)))
 
 
-@settings(max_examples=60, deadline=None)
+@few(25)
 @given(
     lengths=st.lists(st.tuples(st.integers(1, 900), st.integers(1, 60)), min_size=1, max_size=12),
     policy=st.sampled_from(POLICIES),
