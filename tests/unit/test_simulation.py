@@ -65,8 +65,9 @@ def test_the_hosts_time_is_told_apart_from_the_devices() -> None:
     assert costly.duration_s == pytest.approx(free.duration_s + 0.001)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("slo", [NO_TARGETS, TIGHT], ids=str)
+@pytest.mark.parametrize(
+    ("policy", "slo"), [(policy, TIGHT) for policy in POLICIES] + [("auto", NO_TARGETS), ("split", NO_TARGETS)], ids=str
+)
 def test_every_policy_serves_every_request_to_its_end(policy: str, slo: Slo) -> None:
     conv = load_workload("azure:conv", num_requests=30)
     arrivals = Arrivals(request_rate=25).times(conv)
