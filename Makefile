@@ -33,10 +33,10 @@ export PYTHONDONTWRITEBYTECODE =
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv demo test test-dynamo lint typecheck unit size sanitize browser format gpu-test stamp clean
+.PHONY: help venv demo test lint typecheck unit test-dynamo test-thorough size sanitize browser format gpu-test stamp clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-11s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-13s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
 demo: $(VENV)/.installed ## the offline benchmark: an 8B model on a GPU, else a tiny one on the CPU
 	$(BIN)/bullet-graph bench throughput $(DEMO)
@@ -57,6 +57,9 @@ typecheck: $(VENV)/.installed-dev ## mypy --strict
 # A file's tests share what is made for them, so one process runs them; those of tests/e2e, which last long, come first.
 unit: $(VENV)/.installed-dev ## all tests that need no GPU
 	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder -m 'not gpu' --timeout 60 --durations=10
+
+test-thorough: $(VENV)/.installed-dev ## ten times the examples of properties that need a whole simulation
+	$(BIN)/pytest tests/unit -n 2 --hypothesis-profile thorough -m 'not gpu'
 
 size: ## lines, modules and words, beside their limits
 	$(PY) .ci/size

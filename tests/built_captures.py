@@ -51,7 +51,6 @@ def environment(libraries: Path) -> dict[str, str]:
     """Of a process whose compilers keep their caches in a folder of its own."""
     return os.environ | {
         "PYTHONPATH": f"{Path(sys.modules['bullet_graph'].__path__[0]).parent}{os.pathsep}{Path(__file__).parent}",
-        "OMP_NUM_THREADS": "1",
         # Scalar code: to find the processor's vector instructions takes Inductor longer than all the rest.
         "TORCHINDUCTOR_VEC_ISA_OK": "0",
         "TORCHINDUCTOR_CACHE_DIR": str(libraries / "inductor"),

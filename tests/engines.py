@@ -1,6 +1,7 @@
 """Small engines on the CPU, and ways to steer them, for the end-to-end tests; some predict, some are asynchronous."""
 
 import asyncio
+import functools
 import math
 import threading
 import time
@@ -42,14 +43,21 @@ class Model:
         self, prompt: Sequence[int], count: int, masked_until: Mapping[int, int] | None = None
     ) -> tuple[int, ...]:
         """Greedy tokens; ``masked_until`` gives, for a token, the first output index at which it may occur."""
-        ids = list(prompt)
-        for index in range(count):
-            scores = self.logits(ids)[-1].clone()
-            for token, first in (masked_until or {}).items():
-                if index < first:
-                    scores[token] = -math.inf
-            ids.append(int(scores.argmax()))
-        return tuple(ids[len(prompt) :])
+        return _greedy(Model(self.folder, self.network), tuple(prompt), count, tuple((masked_until or {}).items()))
+
+
+@functools.lru_cache(1000)
+def _greedy(
+    model: Model, prompt: tuple[int, ...], count: int, masked_until: tuple[tuple[int, int], ...]
+) -> tuple[int, ...]:
+    ids = list(prompt)
+    for index in range(count):
+        scores = model.logits(ids)[-1].clone()
+        for token, first in masked_until:
+            if index < first:
+                scores[token] = -math.inf
+        ids.append(int(scores.argmax()))
+    return tuple(ids[len(prompt) :])
 
 
 def make_engine(model: str | Path = "tiny", **settings: object) -> Engine:

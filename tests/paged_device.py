@@ -59,8 +59,9 @@ def check_blocks(pool: BlockPool, num_slots: int, sequences: Iterable[Sequence])
     holders = [s for s in sequences if s.slot >= 0]
     slots = {s.slot for s in holders}
     assert len(slots) == len(holders), "a slot with two sequences"
-    owned = Counter(block for slot in range(num_slots) for block in pool.owned(slot))
-    assert all(len(pool.owned(slot)) == len(set(pool.owned(slot))) for slot in slots)
+    by_slot = [pool.owned(slot) for slot in range(num_slots)]
+    owned = Counter(block for blocks in by_slot for block in blocks)
+    assert all(len(by_slot[slot]) == len(set(by_slot[slot])) for slot in slots)
     blocks, keys, cached = range(1, pool.num_usable + 1), pool._keys, pool._cached.keys()
     assert all(pool._num_holders[block] == count for block, count in owned.items())
     assert (sum(pool._num_holders), min(pool._num_holders)) == (owned.total(), 0), "held by nobody"
@@ -69,7 +70,7 @@ def check_blocks(pool: BlockPool, num_slots: int, sequences: Iterable[Sequence])
     assert len(owned) == pool.num_used
     assert {key: block for block, key in keys.items()} == pool._by_key
     assert cached <= keys.keys() <= cached | owned.keys()
-    assert not any(pool.owned(slot) for slot in range(num_slots) if slot not in slots)
+    assert not any(blocks for slot, blocks in enumerate(by_slot) if slot not in slots)
     assert all(s.status is Status.RUNNING or s.num_pending_steps for s in holders), "a leak"
 
 
@@ -96,7 +97,7 @@ class PagedDevice:
     slots: dict[int, _Slot] = field(default_factory=dict)
     max_blocks: int = 8192
     results: dict[int, StepResult] = field(default_factory=dict)
-    touched: dict[int, list[tuple[int, list[int], list[int]]]] = field(default_factory=dict)
+    touched: dict[int, list[tuple[int, np.ndarray, np.ndarray]]] = field(default_factory=dict)
     """For each step in flight, by slot the blocks that it touches, and those of them that it writes."""
     ended_prompts: dict[int, list[int]] = field(default_factory=dict)
     num_launched: int = 0
@@ -122,7 +123,7 @@ class PagedDevice:
             batch = step.prefill
             for i, slot in enumerate(batch.slots.tolist()):
                 chunk = batch.token_ids[batch.q_indptr[i] : batch.q_indptr[i + 1]].tolist()
-                blocks = batch.kv_indices[batch.kv_indptr[i] : batch.kv_indptr[i + 1]].tolist()
+                blocks = batch.kv_indices[batch.kv_indptr[i] : batch.kv_indptr[i + 1]].astype(np.intp)
                 assert chunk, "an empty chunk"
                 assert not self.slots[slot].awaits_decode, "prefill of a slot that is decoding"
                 history = self._write(ticket, slot, int(batch.starts[i]), chunk, int(batch.kv_starts[i]), blocks)
@@ -135,7 +136,7 @@ class PagedDevice:
         if step.decode is not None:
             decode = step.decode
             for i, slot in enumerate(decode.slots.tolist()):
-                blocks = decode.kv_indices[decode.kv_indptr[i] : decode.kv_indptr[i + 1]].tolist()
+                blocks = decode.kv_indices[decode.kv_indptr[i] : decode.kv_indptr[i + 1]].astype(np.intp)
                 assert self.slots[slot].awaits_decode, "decode of a slot whose prompt has not ended"
                 token, first = self.slots[slot].last_token, int(decode.kv_starts[i])
                 history = self._write(ticket, slot, int(decode.positions[i]), [token], first, blocks)
@@ -153,7 +154,7 @@ class PagedDevice:
         return self.results.pop(ticket)
 
     def _write(
-        self, ticket: int, slot: int, start: int, tokens: list[int], kv_start: int, blocks: list[int]
+        self, ticket: int, slot: int, start: int, tokens: list[int], kv_start: int, blocks: np.ndarray
     ) -> np.ndarray:
         """Put tokens at positions from ``start`` on; the last tokens up to there, as many as the window holds.
 
@@ -188,7 +189,7 @@ class PagedDevice:
         assert history[seen - kv_start : end].tolist() == state.tokens[seen:], "not what was written there"
         return history[:end] if self.window is None else history[:end][-self.window :]
 
-    def _count(self, slot: int, blocks: list[int], written: list[int], change: int) -> None:
+    def _count(self, slot: int, blocks: np.ndarray, written: np.ndarray, change: int) -> None:
         for key in (slot, None):
             self._users[key][blocks] += change
             self._writers[key][written] += change

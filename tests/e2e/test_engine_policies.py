@@ -7,12 +7,10 @@ from engines import (
     EASY,
     GREEDY,
     IMPOSSIBLE,
-    POLICIES,
     PROMPT,
     PROMPTS,
     Launches,
     Model,
-    at_any_depth,
     make,
     run_to_end,
     short_slices,
@@ -26,10 +24,16 @@ from bullet_graph.planner.plan import PolicyName
 # ---- the same tokens in every policy ----
 
 
-@at_any_depth
 @short_slices
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("slo", [Slo(), EASY, IMPOSSIBLE], ids=["none", "easy", "impossible"])
+@pytest.mark.parametrize(
+    ("depth", "policy", "slo"),
+    [(depth, "auto", slo) for depth in (1, 3) for slo in (Slo(), EASY, IMPOSSIBLE)]
+    + [(1, "serial", Slo()), (3, "serial", IMPOSSIBLE), (1, "mixed", EASY), (3, "mixed", Slo())]
+    + [(1, "mixed:16", IMPOSSIBLE), (3, "mixed:16", EASY)],
+    indirect=["depth"],
+    ids=str,
+)
+@pytest.mark.usefixtures("depth")
 def test_prompts_that_come_while_others_decode(
     model: Model, expected: list[tuple[int, ...]], policy: str, slo: Slo
 ) -> None:

@@ -10,7 +10,6 @@ from engines import (
     PROMPTS,
     Launches,
     Model,
-    at_any_depth,
     make,
     make_engine,
     run_to_end,
@@ -82,9 +81,13 @@ def plain(model: Model) -> Any:
     return found
 
 
-@at_any_depth
 @short_slices
-@pytest.mark.parametrize("policy", ["serial", "mixed", "mixed:7", "auto"])
+@pytest.mark.parametrize(
+    ("depth", "policy"),
+    [(1, "serial"), (3, "mixed"), (1, "mixed:7"), (3, "mixed:7"), (1, "auto"), (3, "auto")],
+    indirect=["depth"],
+)
+@pytest.mark.usefixtures("depth")
 def test_tokens_are_those_without_the_cache(model: Model, plain: Any, policy: str) -> None:
     with make(model, policy) as engine:
         outputs = conversation(engine)
@@ -98,8 +101,8 @@ def test_tokens_are_those_without_the_cache(model: Model, plain: Any, policy: st
     }  # fmt: skip
 
 
-@at_any_depth
-@pytest.mark.parametrize("num_blocks", [9, 12, 15])
+@pytest.mark.parametrize(("depth", "num_blocks"), [(1, 9), (3, 9), (3, 12), (1, 15)], indirect=["depth"])
+@pytest.mark.usefixtures("depth")
 def test_preempted_sequences_have_the_same_tokens(model: Model, num_blocks: int) -> None:
     with make_engine(model.folder) as engine:
         block_bytes = engine.memory.kv_cache_bytes // engine.memory.num_kv_blocks

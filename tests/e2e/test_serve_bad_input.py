@@ -198,7 +198,7 @@ def test_requests_that_schemathesis_makes_up_are_answered_as_described(served: S
         for mode in schemathesis.GenerationMode:
 
             @settings(
-                max_examples=12,
+                max_examples=8,
                 deadline=None,
                 database=None,
                 derandomize=True,

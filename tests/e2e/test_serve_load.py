@@ -60,29 +60,29 @@ async def tokens_of_stream(client: aiohttp.ClientSession, prompt: list[int], max
     return tuple(ids)
 
 
-async def test_two_hundred_streams_at_once_equal_each_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_hundred_streams_at_once_equal_each_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two of each prompt, one of which ends sooner."""
     rng = random.Random(5)
-    prompts = [[rng.randrange(512) for _ in range(1 + n % 17)] for n in range(100)] * 2
-    lengths = [8 - n % 4 for n in range(100)] + [1 + n % 7 for n in range(100)]
+    prompts = [[rng.randrange(512) for _ in range(1 + n % 17)] for n in range(50)] * 2
+    lengths = [8 - n % 4 for n in range(50)] + [1 + n % 7 for n in range(50)]
     settings = {"max_model_len": 64, "kv_cache_bytes": 16 << 20}
     with make_engine(**settings) as engine:
         params = SamplingParams(temperature=0, max_tokens=8)
-        alone = [engine.generate(prompt, params, use_tqdm=False)[0].outputs[0].token_ids for prompt in prompts[:100]]
+        alone = [engine.generate(prompt, params, use_tqdm=False)[0].outputs[0].token_ids for prompt in prompts[:50]]
     all_there = threading.Event()
     before_launch(monkeypatch, lambda *_: all_there.wait(60))
-    with serving(**settings, max_num_seqs=256) as served:
+    with serving(**settings, max_num_seqs=128) as served:
         async with session(served) as client:
             streams = (tokens_of_stream(client, *each) for each in zip(prompts, lengths, strict=True))
             together = asyncio.gather(*streams)
-            await until(lambda: served.server.gate.num_inside == 200)
+            await until(lambda: served.server.gate.num_inside == 100)
             all_there.set()
             found = await together
-        assert served.engine.stats.kv_blocks_peak >= 200  # they did run together
+        assert served.engine.stats.kv_blocks_peak >= 100  # they did run together
     assert found == [tokens[:length] for tokens, length in zip(alone * 2, lengths, strict=True)]
 
 
-async def test_of_five_hundred_requests_a_third_disconnects_midway() -> None:
+async def test_of_two_hundred_requests_a_third_disconnects_midway() -> None:
     rng = random.Random(6)
 
     async def leave(client: aiohttp.ClientSession, prompt: list[int], after: int) -> None:
@@ -106,18 +106,18 @@ async def test_of_five_hundred_requests_a_third_disconnects_midway() -> None:
     with serving(max_model_len=64, max_num_seqs=32, kv_cache_bytes=1 << 20, max_queue_len=1000) as served:
         async with session(served) as client:
             tasks = []
-            for n in range(500):
+            for n in range(210):
                 prompt = [rng.randrange(512) for _ in range(1 + n % 3)]
                 if n % 3:
                     tasks.append(tokens_of_stream(client, prompt, 3))
                 else:
                     tasks.append(leave_whole(client, prompt) if n % 2 else leave(client, prompt, n % 5))
             stayed = [ids for ids in await asyncio.gather(*tasks) if ids is not None]
-        assert [len(ids) for ids in stayed] == [3] * 333
+        assert [len(ids) for ids in stayed] == [3] * 140
         served.wait_until_idle()
         assert served.engine.stats.kv_blocks_used == 0
         ended = served.metrics()
-        assert ended['request_success_total{finished_reason="abort"}'] >= 84
+        assert ended['request_success_total{finished_reason="abort"}'] >= 35
         assert ended['request_success_total{finished_reason="length"}'] >= len(stayed)
         assert ended['request_success_total{finished_reason="error"}'] == 0
 

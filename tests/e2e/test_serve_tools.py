@@ -219,7 +219,9 @@ def test_langchain_binds_tools(speaker: Speaker) -> None:
 
 def test_a_call_can_be_required(speaker: Speaker, client: openai.OpenAI) -> None:
     """The random model says what it must: a call whose arguments follow the schema."""
+    blanks = {str(token_id): -100 for blank in " \n\t\r" for token_id in speaker.tokenizer.encode(blank, False)}
     create = partial(client.chat.completions.create, model=MODEL, messages=[ASK], tools=FEW, max_tokens=300)
+    create = partial(create, logit_bias=blanks)
     for seed, (choice, name) in enumerate(
         (("required", None), ({"type": "function", "function": {"name": "turn"}}, "turn"))
     ):

@@ -13,10 +13,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from bullet_graph import Engine, SamplingParams
 
-LONG, SCORED = 2000, 250
+LONG, SCORED = 600, 120
 """Tokens of the long prompt, and how many of them the perplexity is of."""
-SCORED_IN_FP8 = 300
-GREEDY = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
+SCORED_IN_FP8 = 120
+GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 PROMPTS = (
     "The capital of France is",
     "La mer, qu'on voit danser le long des golfes clairs, a des reflets",
@@ -49,7 +49,7 @@ def long_prompt(model: Model) -> list[int]:
 
 @pytest.fixture(scope="module")
 def engine(model: Model) -> Iterator[Engine]:
-    with Engine(str(model.folder), device="cpu", max_model_len=2048, max_num_seqs=16, kv_cache_bytes=2**28) as engine:
+    with Engine(str(model.folder), device="cpu", max_model_len=1024, max_num_seqs=16, kv_cache_bytes=2**28) as engine:
         yield engine
 
 

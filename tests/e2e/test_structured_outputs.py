@@ -31,7 +31,7 @@ from bullet_graph.models.presets import PRESETS
 from bullet_graph.models.tokenizer import Tokenizer
 
 NUM_SCHEMAS = 60
-MATCHES = re.compile("[a-z]{3}-[0-9]{20,30}(x|yz)")
+MATCHES = re.compile("[a-z]{3}-[0-9]{8,12}(x|yz)")
 CODE = StructuredOutputs(regex=MATCHES.pattern)
 
 
@@ -176,9 +176,11 @@ def alone(model: Model) -> list[RequestOutput]:
         return [engine.generate([p], _code(i), use_tqdm=False)[0] for i, p in enumerate(PROMPTS)]
 
 
-@at_any_depth
 @short_slices
-@pytest.mark.parametrize("policy", ["serial", "mixed:16", "auto"])
+@pytest.mark.parametrize(
+    ("depth", "policy"), [(1, "serial"), (3, "mixed:16"), (1, "auto"), (3, "auto")], indirect=["depth"]
+)
+@pytest.mark.usefixtures("depth")
 def test_structured_outputs_among_others(
     model: Model, expected: list[tuple[int, ...]], alone: list[RequestOutput], policy: str
 ) -> None:
@@ -219,7 +221,8 @@ def test_only_free_rows_are_launched_ahead(model: Model, depth: int, launches: L
 
 @at_any_depth
 def test_a_preempted_output_goes_on(model: Model) -> None:
-    prompt, params = [5, 17, 300, 8, 17], [dataclasses.replace(_code(i), temperature=0.1) for i in range(4)]
+    prompt, digits = [5, 17, 300, 8, 17], StructuredOutputs(regex="[0-9]{35}")
+    params = [dataclasses.replace(_code(i), temperature=0.1, structured_outputs=digits) for i in range(4)]
     with make_engine(model.folder, max_model_len=64) as engine:
         expected = engine.generate([prompt] * 4, params, use_tqdm=False)
         block_bytes = engine.memory.kv_cache_bytes // engine.memory.num_kv_blocks
@@ -227,7 +230,7 @@ def test_a_preempted_output_goes_on(model: Model) -> None:
         outputs = engine.generate([prompt] * 4, params, use_tqdm=False)
         assert engine.stats().num_preemptions > 0
     assert [tokens_of(output) for output in outputs] == [tokens_of(output) for output in expected]
-    assert all(MATCHES.fullmatch(sample.text) for output in outputs for sample in output.outputs)
+    assert all(len(sample.text) == 35 and sample.text.isdecimal() for output in outputs for sample in output.outputs)
 
 
 # ---- what is refused ----

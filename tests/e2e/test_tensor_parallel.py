@@ -119,21 +119,23 @@ def test_logprobs_penalties_and_structure(engine: Engine, alone: Engine) -> None
     assert found[0] == found[1]
 
 
-def test_asynchronously(alone: Engine) -> None:
+def test_asynchronously(engine: Engine, alone: Engine) -> None:
+    """The last of those that share an engine."""
+
     async def run() -> None:
-        engine = AsyncEngine(make_ranked())
-        outputs = [output async for output in engine.generate(PROMPTS[0], GREEDY)]
+        engine.set_policy("auto")
+        in_thread = AsyncEngine(engine)
+        outputs = [output async for output in in_thread.generate(PROMPTS[0], GREEDY)]
         assert tokens_of(outputs[-1]) == tokens_of(alone.generate(PROMPTS[0], GREEDY, use_tqdm=False)[0])
         follower = followers()[-1]
         follower.kill()
         with pytest.raises(EngineDeadError, match="rank 1 "):
-            async for _ in engine.generate(PROMPTS[0], GREEDY):
+            async for _ in in_thread.generate(PROMPTS[0], GREEDY):
                 pass
-        engine.shutdown()
+        in_thread.shutdown()
 
-    before = len(followers())
     asyncio.run(run())
-    assert len(followers()) == before
+    assert not followers()
 
 
 # ---- failures ----

@@ -5,7 +5,8 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from examples import few
+from hypothesis import given
 from hypothesis import strategies as st
 from sampling_rows import settings_row
 
@@ -65,7 +66,7 @@ def state_of(by: Adjustments, allowed: set[int] | None, **changes: object) -> Sa
     return state
 
 
-@settings(max_examples=40, deadline=None)
+@few(20)
 @given(
     by=adjustments,
     allowed=st.none() | st.sets(token_ids, min_size=20),

@@ -18,6 +18,7 @@ from bullet_graph.graphs.compiled import (
     CompiledPart,
     LayerPart,
     TritonNormOps,
+    compile_now,
     compiled_functions,
     exported,
 )
@@ -29,7 +30,7 @@ from bullet_graph.models.presets import PRESETS
 
 __all__ = ["rounding"]
 
-CPU, CONFIG, MAX_ROWS = torch.device("cpu"), PRESETS["tiny"], 16
+CPU, CONFIG, MAX_ROWS = torch.device("cpu"), PRESETS["tiny"], 6
 
 
 @pytest.fixture(params=["plain"])
@@ -48,7 +49,7 @@ def settings(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict[str, object]
 
     def recorded(part: Callable[..., Any], **given: Any) -> Callable[..., Any]:
         seen.append(given)
-        return compile_part(part, backend="aot_eager", **given)
+        return compile_part(part, backend="eager", **given)  # export traces as Inductor does
 
     monkeypatch.setattr(torch, "compile", recorded)
     torch._dynamo.reset()
@@ -79,9 +80,12 @@ def assert_eager_parts(functions: LayerFunctions, decoder: Decoder, rows: int) -
             assert (found - wanted).norm() <= 0.02 * wanted.norm()
 
 
-@pytest.mark.parametrize("decoder", NAMES, indirect=True)
 @pytest.mark.usefixtures("rounding")
-@pytest.mark.parametrize("fused", [CompiledOps(), TritonNormOps()])
+@pytest.mark.parametrize(
+    ("decoder", "fused"),
+    [(name, CompiledOps()) for name in NAMES] + [(name, TritonNormOps()) for name in ("plain", "gemma3", "fp8")],
+    indirect=["decoder"],
+)
 def test_once_for_all_rows(decoder: Decoder, settings: list[dict[str, object]], fused: TorchOps) -> None:
     functions = compiled_functions(decoder, TorchOps(), fused, MAX_ROWS)
     assert settings == [{"dynamic": False, "fullgraph": True}] * 2
@@ -94,8 +98,8 @@ def test_once_for_all_rows(decoder: Decoder, settings: list[dict[str, object]], 
 @pytest.mark.usefixtures("rounding")
 @pytest.mark.parametrize(
     ("decoder", "fused", "max_rows"),
-    [(name, CompiledOps(), 2 + i % 2) for i, name in enumerate(NAMES)]
-    + [(name, TritonNormOps(), MAX_ROWS) for name in NAMES],
+    [(name, TritonNormOps(), (2, 3, MAX_ROWS)[i % 3]) for i, name in enumerate(NAMES)]
+    + [("plain", CompiledOps(), MAX_ROWS), ("granite", CompiledOps(), 2), ("fp8", CompiledOps(), 3)],
     indirect=["decoder"],
 )
 def test_exported_for_all_rows(decoder: Decoder, fused: TorchOps, max_rows: int) -> None:
@@ -116,9 +120,10 @@ def test_exported_for_all_rows(decoder: Decoder, fused: TorchOps, max_rows: int)
 
 @pytest.mark.parametrize("decoder", NAMES, indirect=True)
 def test_collectives_stand_between_the_parts(decoder: Decoder, settings: list[dict[str, object]]) -> None:
-    between = TorchOps(ThreadCommunicator(Table(1), 0))
-    functions = compiled_functions(decoder, between, CompiledOps(), MAX_ROWS)
-    assert len(settings) == 2
+    between, traced = TorchOps(ThreadCommunicator(Table(1), 0)), decoder.config == VARIANTS["granite"]
+    compiler = compile_now if traced else lambda part: part.function
+    functions = compiled_functions(decoder, between, CompiledOps(), MAX_ROWS, compiler)
+    assert len(settings) == 2 * traced
     with torch._dynamo.config.patch(error_on_recompile=True):
         assert_eager_parts(functions, decoder, 5)
 

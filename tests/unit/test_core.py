@@ -7,7 +7,8 @@ from itertools import pairwise
 
 import pytest
 from core_loop import MODEL, NUM_LAYERS, Arrival, CheckedExecutor, CoreLoop, Launch, arrivals
-from hypothesis import given, settings
+from examples import few
+from hypothesis import given
 from hypothesis import strategies as st
 from planner_loads import planner as planner_of
 
@@ -71,7 +72,7 @@ class _Wayward(Planner):
 # ---- whatever comes ----
 
 
-@settings(max_examples=60, deadline=None)
+@few(20)
 @given(
     requests=requests,
     policy=st.sampled_from(POLICIES),
@@ -109,7 +110,7 @@ def test_every_request_ends_with_its_own_tokens(
     check_chunks(loop)
 
 
-@settings(max_examples=70, deadline=None)
+@few(25)
 @given(
     requests=requests,
     choices=st.lists(st.integers(0, 59), min_size=1, max_size=40) | st.sampled_from(["split", "auto"]),
@@ -361,7 +362,7 @@ def test_no_pause_where_decode_waits_for_the_blocks_of_the_chunk_under_way(tpot_
 
 def test_a_sequence_held_back_for_its_steps_in_flight_goes_on_when_they_are_over() -> None:
     """It was to lose its blocks for another's next token; that one's end made room before it could."""
-    for prompt_tokens in range(860, 890):
+    for prompt_tokens in range(860, 890, 2):
         loop = CoreLoop(planner_of("serial", max_chunk_tokens=48), num_kv_blocks=66, max_num_seqs=2)
         loop.run(arrivals=[(0.0, 14, 100, NO_TARGETS), (0.3, prompt_tokens, 35, NO_TARGETS)], max_steps=2000)
 

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 from core_loop import MODEL, CheckedExecutor, CoreLoop
+from examples import few
 from fakes.perf_tables import LLAMA_8B, h200_table
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from planner_loads import chosen, chunk_of, decoding, load_of
 from planner_loads import planner as planner_of
@@ -181,7 +182,7 @@ def test_a_forced_split_mixes_while_no_graph_holds_the_batch() -> None:
     ),
     depth=st.integers(1, 2),
 )
-@settings(max_examples=40, deadline=None)
+@few(15)
 def test_no_batch_is_placed_where_no_graph_holds_it(
     policy: str, limits: dict[int, int], gaps: list[tuple[float, int, int]], depth: int
 ) -> None:

@@ -3,7 +3,8 @@
 from collections import deque
 
 from core_loop import MODEL
-from hypothesis import given, settings
+from examples import few
+from hypothesis import given
 from hypothesis import strategies as st
 
 from bullet_graph.config import Policy
@@ -36,7 +37,7 @@ class Loop(SimulatedEngine):
         return name
 
 
-@settings(deadline=None, max_examples=60)
+@few(20)
 @given(
     policy=st.sampled_from(("auto", "auto", "mixed", "split", "mixed:256", "serial")),
     tpot=st.none() | st.floats(0.5, 40.0),
@@ -72,7 +73,7 @@ def test_both_phases_go_on_under_any_targets(
         assert max(output.metrics.itl_ms, default=0.0) < 450
 
 
-@settings(deadline=None, max_examples=25)
+@few(10)
 @given(
     tpot=st.floats(9.0, 20.0),
     prompts=st.lists(st.integers(2000, 6000), min_size=4, max_size=10),

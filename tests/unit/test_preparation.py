@@ -5,7 +5,8 @@ from dataclasses import dataclass, field
 
 import pytest
 from core_loop import MODEL, Arrival, CheckedExecutor, CoreLoop, arrivals
-from hypothesis import given, settings
+from examples import few
+from hypothesis import given
 from hypothesis import strategies as st
 
 from bullet_graph.graphs.capture_order import CaptureKey, CaptureProgress, capture_order, hot_keys
@@ -121,7 +122,7 @@ def test_time_to_spare_for_a_capture(found: Load, awaited_s: list[tuple[float, f
 TARGETS = (NO_TARGETS, Slo(ttft_ms=500, tpot_ms=15), Slo(tpot_ms=9), Slo(ttft_ms=30))
 
 
-@settings(max_examples=40, deadline=None)
+@few(15)
 @given(requests=arrivals(TARGETS, max_output=60), policy=st.sampled_from(["serial", "mixed", "split", "auto"]))
 def test_nothing_is_lost_and_no_step_lacks_its_graph(requests: list[Arrival], policy: str) -> None:
     """The simulated device refuses a batch where none is captured that holds it."""

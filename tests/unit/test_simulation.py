@@ -6,8 +6,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from examples import few
 from fakes.perf_tables import LLAMA_8B
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from bullet_graph.config import Policy, PromptOrder
@@ -64,8 +65,9 @@ def test_the_hosts_time_is_told_apart_from_the_devices() -> None:
     assert costly.duration_s == pytest.approx(free.duration_s + 0.001)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("slo", [NO_TARGETS, TIGHT], ids=str)
+@pytest.mark.parametrize(
+    ("policy", "slo"), [(policy, TIGHT) for policy in POLICIES] + [("auto", NO_TARGETS), ("split", NO_TARGETS)], ids=str
+)
 def test_every_policy_serves_every_request_to_its_end(policy: str, slo: Slo) -> None:
     conv = load_workload("azure:conv", num_requests=30)
     arrivals = Arrivals(request_rate=25).times(conv)
@@ -157,7 +159,7 @@ def test_sizes_that_the_model_does_not_know_are_refused() -> None:
         SimulatedEngine(MODEL, replace(SETTINGS, policy=Policy.parse("split:48"), decode_sms=(32,)))
 
 
-@settings(max_examples=60, deadline=None)
+@few(25)
 @given(
     lengths=st.lists(st.tuples(st.integers(1, 900), st.integers(1, 60)), min_size=1, max_size=12),
     policy=st.sampled_from(POLICIES),
