@@ -139,6 +139,7 @@ _NAMES = tuple(each.name for each in fields(DecoderShape))
 def shape_numbers(shape: DecoderShape) -> dict[str, int]:
     """The numbers of a model that decide its times; flags are 0 or 1. Windows, experts, … only where there are."""
     left_out = {"layer_windows", "fp8", "fp8_kv"} | ({"num_ranks"} if shape.num_ranks == 1 else set())
+    left_out |= set() if shape.expert_parallel else {"expert_parallel"}
     left_out |= {name for name in _NAMES if "expert" in name} if not shape.num_experts else set()
     numbers = {name: int(getattr(shape, name)) for name in _NAMES if name not in left_out}
     windows = Counter(window for window in shape.layer_windows if window is not None)

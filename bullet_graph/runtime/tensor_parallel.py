@@ -31,7 +31,7 @@ def build_on_ranks(
     if num_ranks == 1:
         return build_executor(config, runtime, progress=progress, on_ledger=on_ledger, clock=clock)
     _refuse_what_is_for_one_rank(config)
-    runtimes = [of_rank(runtime, num_ranks, rank) for rank in range(num_ranks)]
+    runtimes = [of_rank(config, runtime, rank) for rank in range(num_ranks)]
     if config.cpu_threads is not None:
         torch.set_num_threads(config.cpu_threads)
     ranks = Ranks(num_ranks)
@@ -70,12 +70,12 @@ def build_on_ranks(
     return replace(built, executor=RankedExecutor(built.executor, ranks))
 
 
-def of_rank(runtime: Runtime, num_ranks: int, rank: int) -> Runtime:
+def of_rank(config: EngineConfig, runtime: Runtime, rank: int) -> Runtime:
     """What a rank runs: its share of the model, on a GPU of its own after rank 0's.
 
     Raises ConfigError where the model cannot be divided, DeviceError where GPUs are missing.
     """
-    device = runtime.device
+    device, num_ranks = runtime.device, config.tensor_parallel_size
     if device.type == "cuda":
         device = torch.device("cuda", (device.index or 0) + rank)
         if device.index >= (found := torch.cuda.device_count()):
@@ -83,7 +83,8 @@ def of_rank(runtime: Runtime, num_ranks: int, rank: int) -> Runtime:
                 f"tensor_parallel_size={num_ranks} needs a GPU for each rank from {runtime.device} on, but torch sees "
                 f"{found}: lower it, or check CUDA_VISIBLE_DEVICES"
             )
-    return replace(runtime, model=shard(runtime.model, num_ranks, rank), device=device)
+    model = shard(runtime.model, num_ranks, rank, expert_parallel=config.expert_parallel)
+    return replace(runtime, model=model, device=device)
 
 
 def _refuse_what_is_for_one_rank(config: EngineConfig) -> None:

@@ -15,6 +15,7 @@ import pytest
 from engines import GREEDY, POLICIES, PROMPTS, fail_launches, make_engine, run_to_end, tokens_of
 
 from bullet_graph import AsyncEngine, Engine, SamplingParams
+from bullet_graph.config import EngineConfig
 from bullet_graph.errors import CheckpointError, ConfigError, EngineDeadError, InsufficientMemoryError
 from bullet_graph.runtime import build, ranks, tensor_parallel
 from bullet_graph.runtime.memory import with_kv_blocks
@@ -121,7 +122,7 @@ def test_logprobs_penalties_and_structure(engine: Engine, alone: Engine) -> None
 
 def test_asynchronously(alone: Engine) -> None:
     async def run() -> None:
-        engine = AsyncEngine(make_ranked())
+        engine = AsyncEngine(make_ranked(expert_parallel=True))
         outputs = [output async for output in engine.generate(PROMPTS[0], GREEDY)]
         assert tokens_of(outputs[-1]) == tokens_of(alone.generate(PROMPTS[0], GREEDY, use_tqdm=False)[0])
         follower = followers()[-1]
@@ -195,8 +196,8 @@ def test_an_interrupt_in_the_middle_of_a_launch(doomed: Engine, monkeypatch: pyt
 def test_an_error_of_a_start_is_the_rank_s_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     of_rank = tensor_parallel.of_rank
 
-    def without_weights(runtime: Runtime, num_ranks: int, rank: int) -> Runtime:
-        found = of_rank(runtime, num_ranks, rank)
+    def without_weights(config: EngineConfig, runtime: Runtime, rank: int) -> Runtime:
+        found = of_rank(config, runtime, rank)
         return replace(found, folder=tmp_path) if rank else found
 
     before = len(followers())
