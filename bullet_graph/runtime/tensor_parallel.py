@@ -30,7 +30,8 @@ def build_on_ranks(
     num_ranks = config.tensor_parallel_size
     if num_ranks == 1:
         return build_executor(config, runtime, progress=progress, on_ledger=on_ledger, clock=clock)
-    _refuse_what_is_for_one_rank(config)
+    if config.capture_cache is not None:
+        raise ConfigError("capture_cache keeps what one rank compiles: leave it out, or take tensor_parallel_size=1")
     runtimes = [of_rank(config, runtime, rank) for rank in range(num_ranks)]
     if config.cpu_threads is not None:
         torch.set_num_threads(config.cpu_threads)
@@ -85,13 +86,3 @@ def of_rank(config: EngineConfig, runtime: Runtime, rank: int) -> Runtime:
             )
     model = shard(runtime.model, num_ranks, rank, expert_parallel=config.expert_parallel)
     return replace(runtime, model=model, device=device)
-
-
-def _refuse_what_is_for_one_rank(config: EngineConfig) -> None:
-    if config.capture_cache is not None:
-        raise ConfigError("capture_cache keeps what one rank compiles: leave it out, or take tensor_parallel_size=1")
-    if config.perf_table not in (None, "roofline"):
-        raise ConfigError(
-            f"perf_table={config.perf_table} was measured with one rank: pass perf_table='roofline' for an estimate, "
-            "leave it out, or take tensor_parallel_size=1"
-        )

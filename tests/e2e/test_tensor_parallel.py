@@ -16,7 +16,7 @@ from engines import GREEDY, POLICIES, PROMPTS, fail_launches, make_engine, run_t
 
 from bullet_graph import AsyncEngine, Engine, SamplingParams
 from bullet_graph.config import EngineConfig
-from bullet_graph.errors import CheckpointError, ConfigError, EngineDeadError, InsufficientMemoryError
+from bullet_graph.errors import CheckpointError, ConfigError, EngineDeadError, InsufficientMemoryError, PerfTableError
 from bullet_graph.runtime import build, ranks, tensor_parallel
 from bullet_graph.runtime.memory import with_kv_blocks
 from bullet_graph.runtime.resolve import Runtime
@@ -211,7 +211,7 @@ def test_what_is_refused() -> None:
     for error, settings, message in (
         (ConfigError, {"num_ranks": 4}, "tensor_parallel_size=4 must divide .* 2 query heads"),
         (ConfigError, {"capture_cache": "auto", "compile": True}, "leave it out, or take tensor_parallel_size=1"),
-        (ConfigError, {"perf_table": "a.json"}, "perf_table=a.json was measured with one rank"),
+        (PerfTableError, {"perf_table": "a.json"}, "tables are measured on GPUs, but the device is the CPU"),
         (InsufficientMemoryError, {"kv_cache_bytes": 1000}, "short by"),
     ):
         before = len(followers())
