@@ -1,7 +1,9 @@
 """Builds an engine's executor: on this process alone, or on several ranks of which this process is rank 0."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -11,7 +13,7 @@ from bullet_graph.models.sharding import shard
 from bullet_graph.perf.start_report import StartClock
 from bullet_graph.runtime.build import BuiltRuntime, build_executor
 from bullet_graph.runtime.memory import MemoryLedger, with_kv_blocks
-from bullet_graph.runtime.ranks import RankedExecutor, Ranks, make_communicators
+from bullet_graph.runtime.ranks import RankedExecutor, Ranks
 from bullet_graph.runtime.resolve import Runtime
 
 
@@ -36,29 +38,29 @@ def build_on_ranks(
     if config.cpu_threads is not None:
         torch.set_num_threads(config.cpu_threads)
     ranks = Ranks(num_ranks)
-    try:
+    with failing_together(ranks):
         for rank in range(1, num_ranks):
             ranks.send("start", config, runtimes[rank], ranks.folder, torch.get_num_threads(), only=rank)
         with clock.phase("device"):
-            ranks.gather("ready")
-            ranks.send("connect")
-            ranks.communicators = make_communicators(ranks.folder, 0, num_ranks, runtime.device)
-
-        def agree(ledger: MemoryLedger) -> MemoryLedger:
-            least = min(ledger.num_kv_blocks, *(blocks for _, blocks in ranks.gather("blocks")))
-            ranks.send("blocks", least)
-            return with_kv_blocks(ledger, least)
-
+            ranks.connect(runtime.device)
         built = build_executor(
             config,
             runtimes[0],
             progress=progress,
             on_ledger=on_ledger,
             clock=clock,
-            agree=agree,
+            agree=partial(agreed, ranks),
             communicators=ranks.communicators,
         )
         ranks.gather("built")
+    return replace(built, executor=RankedExecutor(built.executor, ranks))
+
+
+@contextmanager
+def failing_together(ranks: Ranks) -> Iterator[None]:
+    """Where the block fails, end all ranks, and raise the error that came first."""
+    try:
+        yield
     except BaseException as error:
         try:
             # One of ours says all; any other may be due to another rank.
@@ -68,7 +70,13 @@ def build_on_ranks(
         finally:
             ranks.fail(RuntimeError("the start has failed"))
             ranks.stop()
-    return replace(built, executor=RankedExecutor(built.executor, ranks))
+
+
+def agreed(ranks: Ranks, ledger: MemoryLedger) -> MemoryLedger:
+    """Rank 0's ledger, with as many KV blocks as every rank has room for; they are told."""
+    least = min(ledger.num_kv_blocks, *(blocks for _, blocks in ranks.gather("blocks")))
+    ranks.send("blocks", least)
+    return with_kv_blocks(ledger, least)
 
 
 def of_rank(config: EngineConfig, runtime: Runtime, rank: int) -> Runtime:
