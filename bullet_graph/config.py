@@ -227,6 +227,9 @@ class EngineConfig:
     tensor_parallel_size: int = setting(
         1, "Ranks that share the model, each a process with its own GPU; must divide the query heads.", minimum=1
     )
+    expert_parallel: bool = setting(
+        False, "Divide the experts among the ranks, each expert as a whole, instead of the columns of every expert."
+    )
     policy: Policy = setting(
         Policy("mixed"),
         "How prefill and decode share the device. CHUNK: most tokens of one forward; NUM_SMS: SMs of the decode "
@@ -369,6 +372,11 @@ class EngineConfig:
     def __post_init__(self) -> None:
         for name, described in SETTINGS.items():
             described.check(getattr(self, name))
+        if self.expert_parallel and self.tensor_parallel_size == 1:
+            raise ConfigError(
+                "expert_parallel divides the experts among ranks, but there is one: pass tensor_parallel_size, or "
+                "leave it out"
+            )
         if self.capture_plan is not None and (self.decode_sms or not self.cuda_graphs):
             raise ConfigError(
                 "capture_plan says which partitions and sizes are captured: leave out decode_sms and "

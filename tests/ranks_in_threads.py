@@ -88,24 +88,26 @@ class ThreadedExecutor(Executor):
         self._pool.shutdown()
 
 
-def _build(num_ranks: int, config: EngineConfig, runtime: Runtime, **others: Any) -> BuiltRuntime:
+def _build(
+    num_ranks: int, expert_parallel: bool, config: EngineConfig, runtime: Runtime, **others: Any
+) -> BuiltRuntime:
     pool, communicators = ThreadPoolExecutor(num_ranks), thread_communicators(num_ranks)
-    config = replace(config, tensor_parallel_size=num_ranks)
+    config = replace(config, tensor_parallel_size=num_ranks, expert_parallel=expert_parallel)
 
     def build(rank: int) -> BuiltRuntime:
         own = others | {"clock": StartClock(), "communicators": communicators[rank]}
-        return build_executor(config, of_rank(runtime, num_ranks, rank), **own)
+        return build_executor(config, of_rank(config, runtime, rank), **own)
 
     built = list(pool.map(build, range(num_ranks)))
     return replace(built[0], executor=ThreadedExecutor([each.executor for each in built], pool))
 
 
-def use_threads(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
-    """Returns a function that makes the next engines have this number of ranks."""
+def use_threads(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Returns a function that makes the next engines have this number of ranks; and whether each has whole experts."""
     build: Callable[..., BuiltRuntime] = build_executor
 
-    def choose(num_ranks: int) -> None:
-        chosen = build if num_ranks == 1 else partial(_build, num_ranks)
+    def choose(num_ranks: int, expert_parallel: bool = False) -> None:
+        chosen = build if num_ranks == 1 else partial(_build, num_ranks, expert_parallel)
         monkeypatch.setattr("bullet_graph.engine.engine.build_on_ranks", chosen)
 
     return choose

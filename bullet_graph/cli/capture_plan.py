@@ -35,6 +35,8 @@ _GB = 1e9
     "revision",
     "quantization",
     "kv_cache_dtype",
+    "tensor_parallel_size",
+    "expert_parallel",
     "policy",
     "max_num_seqs",
     "max_num_batched_tokens",

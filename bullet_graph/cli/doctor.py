@@ -26,7 +26,7 @@ _MARKS = {"green": "✓", "yellow": "!", "red": "✗"}
 
 
 @click.command()
-@setting_options("device", "partition_backend")
+@setting_options("device", "tensor_parallel_size", "partition_backend")
 @decode_sms_option("Sizes of the decode lane, in SMs, to verify.", "a few that suit the GPU")
 @click.option("--model", help="Plan this model's memory, under default settings.")
 @click.option(
@@ -46,6 +46,7 @@ def doctor(model: str | None, wants_calibration: bool, as_json: bool, **settings
       bullet-graph doctor
       bullet-graph doctor --partition-backend green --decode-sms 16,32,64 --json
       bullet-graph doctor --device cuda --model llama-3.1-8b
+      bullet-graph doctor --model llama-3.1-70b --tensor-parallel-size 4
       bullet-graph doctor --calibrate
     """
     if wants_calibration:
@@ -68,7 +69,7 @@ def doctor(model: str | None, wants_calibration: bool, as_json: bool, **settings
 
 def _refuse_other_options() -> None:
     context = click.get_current_context()
-    for name in ("device", "partition_backend", "decode_sms", "model"):
+    for name in ("device", "tensor_parallel_size", "partition_backend", "decode_sms", "model"):
         if context.get_parameter_source(name) is not ParameterSource.DEFAULT:
             raise click.UsageError(f"--calibrate takes no --{name.replace('_', '-')}: run the two after each other")
 

@@ -28,6 +28,8 @@ from bullet_graph.runtime.profile import prepare_profile, profile_model
     "quantization",
     "kv_cache_dtype",
     "device",
+    "tensor_parallel_size",
+    "expert_parallel",
     "max_num_seqs",
     "max_num_batched_tokens",
     "partition_backend",
@@ -51,7 +53,8 @@ def profile(
     """Measure how fast this GPU decodes and prefills: each alone, in one forward, and both on parts of the GPU.
 
     The planner (--policy auto and split, TPOT targets) and the simulator predict from the resulting table. Nothing else
-    should run on the GPU meanwhile. The same command continues an interrupted profile.
+    should run on the GPU meanwhile. Of several ranks, the slowest one's times count. The same command continues an
+    interrupted profile.
 
     \b
     Examples:

@@ -27,6 +27,7 @@ from bullet_graph.models.config import DTYPE_BYTES
 from bullet_graph.models.presets import resolve_model
 from bullet_graph.models.progress import progress_bar
 from bullet_graph.models.quantization import in_formats
+from bullet_graph.models.sharding import shard
 from bullet_graph.models.tokenizer import Tokenizer
 from bullet_graph.perf.goodput_search import GoodputSearch, RateRun, goodput_fields
 from bullet_graph.perf.performance import PaddedModel, PerformanceModel
@@ -80,7 +81,8 @@ class Simulator:
         self._spread = {"host_overhead_ms": host_overhead_ms, "time_noise": time_noise}
         found = resolve_model(config.model, config.revision)
         folder = found.folder
-        self.model = in_formats(found.config, quantization=config.quantization, kv_cache_dtype=config.kv_cache_dtype)
+        whole = in_formats(found.config, quantization=config.quantization, kv_cache_dtype=config.kv_cache_dtype)
+        self.model = shard(whole, config.tensor_parallel_size, 0, expert_parallel=config.expert_parallel)
         self.dtype = "bfloat16" if self.model.dtype == "float32" else self.model.dtype
         limit = self.model.max_position_embeddings
         self.max_model_len = config.max_model_len or limit
@@ -199,7 +201,16 @@ class Simulator:
         """The fields that all runs share, for a JSON file."""
         config, plan = self.config, self.capture_plan
         decode_sms = (config.decode_sms or self.performance.decode_sms) if plan is None else plan.decode_sms
-        own = ("seed", "max_num_seqs", "max_num_batched_tokens", "prompt_order", "prefix_caching", "capture_plan")
+        own = (
+            "seed",
+            "tensor_parallel_size",
+            "expert_parallel",
+            "max_num_seqs",
+            "max_num_batched_tokens",
+            "prompt_order",
+            "prefix_caching",
+            "capture_plan",
+        )
         return {
             "gpu": self.gpu,
             "performance": self.times,
@@ -227,7 +238,10 @@ def _known_gpu(name: str) -> GpuSpec:
 machine_options = all_of(
     [
         gpu_option,
-        setting_options("model", "revision", "quantization", "kv_cache_dtype", model="llama-3.1-8b"),
+        setting_options(
+            *("model", "revision", "quantization", "kv_cache_dtype", "tensor_parallel_size", "expert_parallel"),
+            model="llama-3.1-8b",
+        ),
         setting_options(
             "decode_sms",
             "capture_plan",

@@ -294,10 +294,10 @@ def _linear_fp8_shapes(values: Tensor, _: Tensor, dtype: torch.dtype, weight: Te
 
 
 def _experts(x: Tensor, *given: Any) -> Tensor:
-    router, router_bias, gate_up, gate_up_scale, gate_up_group, down, down_scale, down_group, top_k, renormalize = given
+    router, router_bias, gate_up, gate_up_scale, gate_up_group, down, down_scale, down_group, *rest = given
     first, last = Linear(gate_up, None, gate_up_scale, gate_up_group), Linear(down, None, down_scale, down_group)
     ops = _triton_ops()() if x.is_cuda else TorchOps()
-    out: Tensor = ops.experts(x, Experts(Linear(router, router_bias), first, last, top_k, renormalize))
+    out: Tensor = ops.experts(x, Experts(Linear(router, router_bias), first, last, *rest))
     return out
 
 
@@ -325,7 +325,7 @@ _define(
 )
 _define(
     "experts(Tensor x, Tensor router, Tensor? router_bias, Tensor gate_up, Tensor? gate_up_scale, int? gate_up_group,"
-    " Tensor down, Tensor? down_scale, int? down_group, int top_k, bool renormalize) -> Tensor",
+    " Tensor down, Tensor? down_scale, int? down_group, int top_k, bool renormalize, int first) -> Tensor",
     *(_experts, _experts_shape),
 )
 
@@ -334,10 +334,10 @@ class CompiledOps(TorchOps):
     """Operations of compiled parts: plain torch, which Inductor fuses, but for the experts."""
 
     def experts(self, x: Tensor, experts: Experts) -> Tensor:
-        router, gate_up, down, top_k, renormalize = experts
+        router, gate_up, down, *rest = experts
         out: Tensor = torch.ops.bullet_graph.experts(
             *(x, router.weight, router.bias, gate_up.weight, gate_up.scale, gate_up.group),
-            *(down.weight, down.scale, down.group, top_k, renormalize),
+            *(down.weight, down.scale, down.group, *rest),
         )
         return out
 

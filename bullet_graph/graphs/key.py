@@ -44,8 +44,8 @@ def launch_bound_rows(shape: DecoderShape) -> int:
 
     Host time of a layer × FLOP/s / (2 × weights that a row meets): each row takes two FLOPs per weight.
     """
-    weights = sum(columns * depth for columns, depth in layer_matrices(shape))
-    weights += shape.experts_per_token * sum(columns * depth for columns, depth in expert_matrices(shape))
+    weights: float = sum(columns * depth for columns, depth in layer_matrices(shape))
+    weights += shape.own_experts_per_token * sum(columns * depth for columns, depth in expert_matrices(shape))
     return math.ceil(GENERIC.eager_layer_ms * PRODUCT_FLOPS_PER_MS / (2 * weights))
 
 

@@ -132,6 +132,8 @@ def grouped_matmul_kernel(
     GLU: tl.constexpr,
     GROUP: tl.constexpr,
     CHANNELS: tl.constexpr,
+    FIRST: tl.constexpr,
+    OWN: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -146,9 +148,13 @@ def grouped_matmul_kernel(
 
     CHANNELS 0: 16 bits. Else rows and weights are FP8, and GROUP columns of a row, and of CHANNELS rows of weights,
     share a scale; GROUP 0: all columns. A group is a multiple of BLOCK_K columns.
+
+    OWN 0: the weights are those of all experts. Else of so many from FIRST on, and blocks of others are left out.
     """
     tile_m, tile_n = tile_at(tl.program_id(0), max_blocks, tl.cdiv(COLUMNS, BLOCK_N), GROUP_M)
     expert = tl.load(blocks_ptr + tile_m)
+    if OWN > 0:
+        expert = tl.where((expert >= FIRST) & (expert < FIRST + OWN), expert - FIRST, -1)
     if expert >= 0:
         end = tl.load(blocks_ptr + 2 * max_blocks + tile_m)
         places = tl.load(blocks_ptr + max_blocks + tile_m) + tl.arange(0, BLOCK_M)
@@ -197,12 +203,29 @@ def grouped_matmul_kernel(
 
 
 @triton.jit
-def combine_kernel(outputs_ptr, out_ptr, COLUMNS: tl.constexpr, TOP_K: tl.constexpr, BLOCK: tl.constexpr):
-    """One block of one row a program: the sum of its pairs' outputs, in float32 and in the order of the pairs."""
+def combine_kernel(
+    outputs_ptr,
+    chosen_ptr,
+    out_ptr,
+    COLUMNS: tl.constexpr,
+    TOP_K: tl.constexpr,
+    BLOCK: tl.constexpr,
+    FIRST: tl.constexpr,
+    OWN: tl.constexpr,
+):
+    """One block of one row a program: the sum of its pairs' outputs, in float32 and in the order of the pairs.
+
+    FIRST and OWN are those of ``grouped_matmul_kernel``.
+    """
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = columns < COLUMNS
     total = tl.zeros((BLOCK,), tl.float32)
     for rank in tl.static_range(TOP_K):
+        end = COLUMNS
+        if OWN > 0:
+            # Outputs of other ranks' experts are not there.
+            expert = tl.load(chosen_ptr + row * TOP_K + rank) - FIRST
+            end = tl.where((expert >= 0) & (expert < OWN), COLUMNS, 0)
+        inside = columns < end
         total += tl.load(outputs_ptr + (row * TOP_K + rank) * COLUMNS + columns, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out_ptr + row * COLUMNS + columns, total.to(out_ptr.dtype.element_ty), mask=inside)
+    tl.store(out_ptr + row * COLUMNS + columns, total.to(out_ptr.dtype.element_ty), mask=columns < COLUMNS)

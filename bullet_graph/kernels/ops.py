@@ -61,7 +61,8 @@ class Experts(NamedTuple):
     ``router`` gives num_experts columns. Weights of all experts are stacked: ``gate_up`` [num_experts, 2 *
     intermediate_size, hidden_size], gate's rows first, ``down`` [num_experts, hidden_size, intermediate_size]. An
     expert's output counts by its softmax over all experts; with ``renormalize``, those of a row's experts add up to 1.
-    Scales of FP8 are stacked too; the router has none.
+    Scales of FP8 are stacked too; the router has none. Where the router knows more experts than are stacked, these are
+    those from ``first`` on, and outputs of the others are left out.
     """
 
     router: Linear
@@ -69,6 +70,7 @@ class Experts(NamedTuple):
     down: Linear
     top_k: int
     renormalize: bool
+    first: int = 0
 
 
 class TorchOps:
@@ -171,10 +173,12 @@ class TorchOps:
         host which experts are chosen: neither a compiler nor a capture can take it.
         """
         weights, chosen = route(self.linear(x, experts.router), experts.top_k, renormalize=experts.renormalize)
-        outputs, reference = x.new_empty(*chosen.shape, x.shape[1]), TorchOps()
+        # Zeros of experts that are on other ranks.
+        outputs, reference = x.new_zeros(*chosen.shape, x.shape[1]), TorchOps()
+        chosen = chosen - experts.first
         group = experts.gate_up.group
         rows = x if group is None else TorchOps.quantize(x, group)
-        for expert in chosen.unique().tolist():
+        for expert in set(chosen.unique().tolist()) & set(range(len(experts.down.weight))):
             at = torch.where(chosen == expert)
             own = rows[at[0]] if isinstance(rows, Tensor) else rows.rows(at[0])
             activated = reference.glu(own, experts.gate_up.of_expert(expert), group=experts.down.group)

@@ -58,7 +58,9 @@ def experts_output(x: Tensor, logits: Tensor, experts: Experts, tilings: Tilings
     A row's result depends on no other row, but for the layout that the number of rows chooses.
     """
     (rows, hidden_size), top_k = x.shape, experts.top_k
-    num_experts, intermediate_size = len(experts.down.weight), experts.down.weight.shape[2]
+    num_experts, intermediate_size = logits.shape[1], experts.down.weight.shape[2]
+    # Blocks of experts on other ranks exit at once. Where there are none, the kernels have no code for it.
+    own = {"FIRST": experts.first, "OWN": len(experts.down.weight) if len(experts.down.weight) < num_experts else 0}
     num_pairs = rows * top_k
     mean_rows = num_pairs / num_experts
 
@@ -100,6 +102,7 @@ def experts_output(x: Tensor, logits: Tensor, experts: Experts, tilings: Tilings
             GLU=glu,
             GROUP=group or 0,
             CHANNELS=channels,
+            **own,
             **tiling,
         )
         return out
@@ -109,6 +112,6 @@ def experts_output(x: Tensor, logits: Tensor, experts: Experts, tilings: Tilings
     out = torch.empty_like(x)
     block = min(triton.next_power_of_2(hidden_size), _COMBINE_BLOCK)
     moe_kernels.combine_kernel[(rows, triton.cdiv(hidden_size, block))](
-        outputs, out, COLUMNS=hidden_size, TOP_K=top_k, BLOCK=block
+        outputs, chosen, out, COLUMNS=hidden_size, TOP_K=top_k, BLOCK=block, **own
     )
     return out

@@ -92,6 +92,11 @@ class ModelConfig(DecoderShape):
         return (self.q_size, self.kv_size) if self.qk_norm_spans_heads else (self.head_dim, self.head_dim)
 
     @property
+    def first_expert(self) -> int:
+        """The first expert of a layer that the rank holds."""
+        return self.rank * self.own_experts if self.expert_parallel else 0
+
+    @property
     def num_parameters(self) -> int:
         """Parameters of the model, or of its rank, tied embeddings counted once."""
         embedding_rows = 0 if self.tie_word_embeddings else self.vocab_rows
@@ -99,12 +104,12 @@ class ModelConfig(DecoderShape):
         if self.qk_norm:
             more_norms += sum(self.qk_norm_sizes) - 2 * self.head_dim
         more_norms += self.num_experts if self.router_bias else 0
-        least = num_weights(self, embedding_rows=embedding_rows, experts=self.num_experts)
+        least = num_weights(self, embedding_rows=embedding_rows, experts=self.own_experts)
         return round(least) + self.num_layers * more_norms
 
     def weight_bytes(self, dtype_bytes: int) -> int:
         """Memory of all weights, scales included; ``dtype_bytes`` are of those that are not FP8."""
-        saved = fp8_savings(self, dtype_bytes=dtype_bytes, experts=self.num_experts)
+        saved = fp8_savings(self, dtype_bytes=dtype_bytes, experts=self.own_experts)
         return self.num_parameters * dtype_bytes - round(saved)
 
 

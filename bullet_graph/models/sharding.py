@@ -1,33 +1,41 @@
 """Tensor parallelism: each rank's share of a model (Shoeybi et al. 2019), in numbers and in rows of weights.
 
-A rank has its heads and its part of each MLP, of each expert and of the vocabulary. Products that end with a sum over
-ranks are cut along their inputs, the others along their outputs. Norms, routers and gates are whole on every rank.
+A rank has its heads and its part of each MLP, of the vocabulary, and of each expert, or else some whole experts.
+Products that end with a sum over ranks are cut along their inputs, the others along their outputs. Norms, routers and
+gates are whole on every rank.
 """
 
 from dataclasses import replace
-from typing import Any, NamedTuple
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from bullet_graph.errors import ConfigError
 from bullet_graph.models.config import ModelConfig
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _BY_INPUTS = ("o_proj", "down_proj", "w2")
 _BY_OUTPUTS = ("gate_proj", "up_proj", "w1", "w3")
 
 
-def shard(model: ModelConfig, num_ranks: int, rank: int) -> ModelConfig:
+def shard(model: ModelConfig, num_ranks: int, rank: int, *, expert_parallel: bool = False) -> ModelConfig:
     """A rank's share of a model; the model itself for one rank. Raises ConfigError for what cannot be divided.
 
-    Where ranks are more than key heads, several ranks hold the same one.
+    With ``expert_parallel``, a rank has whole experts instead of a part of each. Where ranks are more than key heads,
+    several ranks hold the same one.
     """
     if num_ranks == 1:
         return model
+    if expert_parallel and not model.num_experts:
+        raise ConfigError(
+            f"expert_parallel divides experts among ranks, but {model.architecture} has none: leave it out"
+        )
+    expert_size = model.expert_intermediate_size
     what = {
         "query heads": model.num_heads,
         "intermediate columns": 0 if model.num_experts else model.intermediate_size,
-        "intermediate columns of an expert": model.expert_intermediate_size,
+        "experts": model.num_experts if expert_parallel else 0,
+        "intermediate columns of an expert": 0 if expert_parallel else expert_size,
         "intermediate columns of the shared expert": model.shared_expert_intermediate_size,
     }
     odd = [f"{number} {name}" for name, number in what.items() if number % num_ranks]
@@ -36,16 +44,17 @@ def shard(model: ModelConfig, num_ranks: int, rank: int) -> ModelConfig:
     if odd:
         raise ConfigError(
             f"tensor_parallel_size={num_ranks} must divide what the ranks share, but the model has {', '.join(odd)}: "
-            "take a smaller power of two, or 1"
+            f"take a smaller power of two, or 1{', or leave out expert_parallel' if expert_parallel else ''}"
         )
     return replace(
         model,
         num_heads=model.num_heads // num_ranks,
         num_kv_heads=max(model.num_kv_heads // num_ranks, 1),
         intermediate_size=model.intermediate_size // num_ranks,
-        expert_intermediate_size=model.expert_intermediate_size // num_ranks,
+        expert_intermediate_size=expert_size if expert_parallel else expert_size // num_ranks,
         shared_expert_intermediate_size=model.shared_expert_intermediate_size // num_ranks,
         num_ranks=num_ranks,
+        expert_parallel=expert_parallel,
         rank=rank,
         whole=model,
     )
@@ -57,8 +66,10 @@ class Part(NamedTuple):
     dim: int
     spans: tuple[tuple[int, int], ...]
 
-    def of(self, tensor: Any) -> Tensor:
+    def of(self, tensor: Any) -> "Tensor":
         """Cut the part from a tensor, or read it from a safetensors slice, and nothing else of it."""
+        import torch  # noqa: PLC0415 - the simulator divides models without it
+
         return torch.cat([tensor[a:b] if self.dim == 0 else tensor[:, a:b] for a, b in self.spans], self.dim)
 
 
@@ -71,6 +82,8 @@ def part_of(config: ModelConfig, name: str, shape: tuple[int, ...]) -> Part | No
     if whole is None:
         return None
     projection = name.split(".")[-2]
+    if config.expert_parallel and ".experts." in name:
+        return None
 
     def share(size: int, *, count: int = ranks, first: int = 0) -> tuple[int, int]:
         """This rank's share of a dimension's ``size`` entries, which ``count`` heads or ranks divide."""

@@ -74,10 +74,15 @@ def fill_dummy(
     generator = torch.Generator(weights.embed.device).manual_seed(seed)
     views = dict(checkpoint_views(config, weights))
     shapes = {} if config.whole is None else _view_shapes(config.whole)
-    for name, held_view in views.items():
+    for name in shapes or views:
         if name.endswith(SCALE):
             continue
-        view, held_scales = held_view, views.get(scale_name(name))
+        if name not in views:
+            # An expert of another rank: as many numbers are drawn.
+            weights.embed.new_empty(shapes[name]).normal_(generator=generator)
+            continue
+        held_view, held_scales = views[name], views.get(scale_name(name))
+        view = held_view
         scales = held_scales
         if shapes:
             view = held_view.new_empty(shapes[name])
@@ -182,13 +187,14 @@ def zero_weights(config: ModelConfig, *, dtype: torch.dtype, device: torch.devic
         return Mlp(linear("gate_up"), linear("down"), gelu=config.gelu)
 
     def mixture() -> Mixture:
-        count = config.num_experts
+        count, all_of_them = config.own_experts, config.num_experts
         experts = Experts(
-            router=Linear(zeros(count, config.hidden_size), zeros(count) if config.router_bias else None),
+            router=Linear(zeros(all_of_them, config.hidden_size), zeros(all_of_them) if config.router_bias else None),
             gate_up=linear("gate_up", count=count),
             down=linear("down", count=count),
             top_k=config.experts_per_token,
             renormalize=config.renormalize_experts,
+            first=config.first_expert,
         )
         has_shared = config.shared_expert_intermediate_size > 0
         return Mixture(experts, mlp(), Linear(zeros(1, config.hidden_size))) if has_shared else Mixture(experts)
@@ -245,9 +251,9 @@ def _mlp_views(config: ModelConfig, prefix: str, mlp: Mlp | Mixture) -> Iterator
     block = "block_sparse_moe" if config.mixtral_names else "mlp"
     names = ["w1", "w3", "w2"] if config.mixtral_names else _GLU_NAMES
     yield from _linear_views(f"{prefix}.{block}", ["gate"], mlp.experts.router)
-    for index in range(config.num_experts):
+    for index in range(config.own_experts):
         own = mlp.experts.gate_up.of_expert(index), mlp.experts.down.of_expert(index)
-        yield from _glu_views(f"{prefix}.{block}.experts.{index}", names, *own)
+        yield from _glu_views(f"{prefix}.{block}.experts.{config.first_expert + index}", names, *own)
     if mlp.shared is not None and mlp.shared_gate is not None:
         yield from _glu_views(f"{prefix}.mlp.shared_expert", names, mlp.shared.gate_up, mlp.shared.down)
         yield from _linear_views(f"{prefix}.mlp", ["shared_expert_gate"], mlp.shared_gate)

@@ -54,10 +54,8 @@ class NvmlProbe:
         nvml = _open_nvml()
         if nvml is None:
             return None
-        uuid = device_uuid if device_uuid.startswith("GPU-") else f"GPU-{device_uuid}"
         try:
-            # NVML's indices do not follow CUDA_VISIBLE_DEVICES; its UUIDs do.
-            return cls(nvml, nvml.nvmlDeviceGetHandleByUUID(uuid))
+            return cls(nvml, _handle_of(nvml, device_uuid))
         except nvml.NVMLError:
             nvml.nvmlShutdown()
             return None
@@ -107,6 +105,26 @@ def nvml_driver_version() -> str | None:
         return None
     finally:
         nvml.nvmlShutdown()
+
+
+def linked_by_nvlink(one_uuid: str, other_uuid: str) -> bool | None:
+    """Whether NVLink joins two GPUs, directly or by switches; None where NVML does not tell."""
+    nvml = _open_nvml()
+    if nvml is None:
+        return None
+    try:
+        one, other = (_handle_of(nvml, uuid) for uuid in (one_uuid, other_uuid))
+        status = nvml.nvmlDeviceGetP2PStatus(one, other, nvml.NVML_P2P_CAPS_INDEX_NVLINK)
+        return bool(status == nvml.NVML_P2P_STATUS_OK)
+    except nvml.NVMLError:
+        return None
+    finally:
+        nvml.nvmlShutdown()
+
+
+def _handle_of(nvml: Any, uuid: str) -> Any:
+    # NVML's indices do not follow CUDA_VISIBLE_DEVICES; its UUIDs do.
+    return nvml.nvmlDeviceGetHandleByUUID(uuid if uuid.startswith("GPU-") else f"GPU-{uuid}")
 
 
 def _open_nvml() -> Any:

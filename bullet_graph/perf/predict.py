@@ -10,7 +10,15 @@ from bullet_graph.hardware import gpu_spec
 from bullet_graph.perf.performance import Prediction, SplitPrediction, attention_pairs
 from bullet_graph.perf.roofline import CHUNK_STEP_TOKENS, DecoderShape, Roofline
 from bullet_graph.perf.surface import NOTHING_MEASURED, Surface, clamp_cells, fill_like, fill_surface, nodes_around
-from bullet_graph.perf.table import MixedPoint, PerfTable, SplitPoint, shape_numbers
+from bullet_graph.perf.table import (
+    MixedPoint,
+    PerfTable,
+    SplitPoint,
+    format_name,
+    rank_differences,
+    shape_numbers,
+    table_file_name,
+)
 
 _DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
@@ -141,7 +149,14 @@ def _check(table: PerfTable, shape: DecoderShape) -> None:
             "a complete performance table is required, this one is of an interrupted profile: "
             "run `bullet-graph profile` again to resume it"
         )
-    if dict(table.key.shape) != shape_numbers(shape):
+    required = shape_numbers(shape)
+    if ranks := rank_differences(required, table.key.shape):
+        raise PerfTableError(
+            f"the performance table is of {table.key.model} on other ranks: {'; '.join(ranks)}. Take the table "
+            f"{table_file_name(table.key.gpu, table.key.model, format_name(table.key.dtype, required))}, or "
+            "run `bullet-graph profile` with this tensor_parallel_size"
+        )
+    if dict(table.key.shape) != required:
         raise PerfTableError(
             f"the performance table is of {table.key.model}, another model or number format than the one to predict: "
             "run `bullet-graph profile` for this one"

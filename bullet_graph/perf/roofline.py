@@ -46,7 +46,8 @@ class DecoderShape:
     ``qk_norm``: RMSNorm over each query and key head before RoPE. ``layer_windows``: see :attr:`windows`; empty means
     none in any layer. With ``num_experts``, every layer has experts instead of an MLP of ``intermediate_size``. ``fp8``
     None: all weights are in the model's dtype, as are keys and values without ``fp8_kv``. With ``num_ranks``, all sizes
-    but the model's width and vocabulary are those of one rank of tensor parallelism.
+    but the model's width, vocabulary and experts are those of one rank of tensor parallelism. With ``expert_parallel``,
+    the ranks divide the experts among them, and each is whole on its rank.
     """
 
     vocab_size: int
@@ -66,6 +67,22 @@ class DecoderShape:
     fp8: Fp8Weights | None = None
     fp8_kv: bool = False
     num_ranks: int = 1
+    expert_parallel: bool = False
+
+    @property
+    def expert_ranks(self) -> int:
+        """Ranks that the experts of a layer are divided among; 1 where each rank holds a part of every expert."""
+        return self.num_ranks if self.expert_parallel else 1
+
+    @property
+    def own_experts(self) -> int:
+        """Experts of a layer whose weights, or a part of them, a rank holds."""
+        return self.num_experts // self.expert_ranks
+
+    @property
+    def own_experts_per_token(self) -> float:
+        """How many of a row's experts a rank computes, on average."""
+        return self.experts_per_token / self.expert_ranks
 
     @property
     def vocab_rows(self) -> int:
@@ -157,14 +174,14 @@ def num_weights(shape: DecoderShape, *, embedding_rows: int, experts: float) -> 
 
 
 def touched_experts(shape: DecoderShape, rows: float) -> float:
-    """Experts of a layer that at least one of these rows goes to, on average: E · (1 - (1 - k / E) ** rows).
+    """Experts of a rank's layer that at least one of these rows goes to, on average: E · (1 - (1 - k / E) ** rows).
 
     It holds where each row takes k of E experts, all equally likely; a skewed router touches fewer.
     """
     if not shape.num_experts:
         return 0.0
     missed: float = (1 - shape.experts_per_token / shape.num_experts) ** rows
-    return shape.num_experts * (1 - missed)
+    return shape.own_experts * (1 - missed)
 
 
 def decode_step_bytes(shape: DecoderShape, *, batch_size: int, context_tokens: float, dtype_bytes: int) -> float:
@@ -239,9 +256,9 @@ def wave_efficiency(tokens: float, sms: int, shape: DecoderShape) -> float:
         useful += columns * depth
         spent += num_waves(tokens, columns, sms) * depth * TILE_ROWS
     if touched := touched_experts(shape, tokens):
-        tiles = touched * math.ceil(tokens * shape.experts_per_token / touched / EXPERT_TILE_ROWS)
+        tiles = touched * math.ceil(tokens * shape.own_experts_per_token / touched / EXPERT_TILE_ROWS)
         for columns, depth in expert_matrices(shape):
-            useful += shape.experts_per_token * columns * depth
+            useful += shape.own_experts_per_token * columns * depth
             spent += math.ceil(tiles * math.ceil(columns / TILE_COLUMNS) / sms) * depth * EXPERT_TILE_ROWS
     return tokens * useful / (spent * sms * TILE_COLUMNS)
 
@@ -271,9 +288,9 @@ class Roofline:
         self._expert_bytes = shape.num_layers * dtype_bytes * of_expert - saved
         self._head_bytes = shape.hidden_size * shape.vocab_size * dtype_bytes
         self._kv_bytes = kv_cache_bytes_per_token(shape, dtype_bytes=dtype_bytes)
-        met = num_weights(shape, embedding_rows=0, experts=shape.experts_per_token)
-        in_fp8 = sum(map(math.prod, fp8_matrices(shape)))
-        in_fp8 += shape.experts_per_token * sum(map(math.prod, fp8_expert_matrices(shape)))
+        met = num_weights(shape, embedding_rows=0, experts=shape.own_experts_per_token)
+        in_fp8: float = sum(map(math.prod, fp8_matrices(shape)))
+        in_fp8 += shape.own_experts_per_token * sum(map(math.prod, fp8_expert_matrices(shape)))
         # As many operations in 16 bits as take this long.
         self._row_flops = 2 * (met - self._head_bytes / dtype_bytes)
         self._row_flops -= 2 * shape.num_layers * in_fp8 * (1 - spec.tflops / spec.fp8_tflops)

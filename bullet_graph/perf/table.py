@@ -139,6 +139,7 @@ _NAMES = tuple(each.name for each in fields(DecoderShape))
 def shape_numbers(shape: DecoderShape) -> dict[str, int]:
     """The numbers of a model that decide its times; flags are 0 or 1. Windows, experts, … only where there are."""
     left_out = {"layer_windows", "fp8", "fp8_kv"} | ({"num_ranks"} if shape.num_ranks == 1 else set())
+    left_out |= set() if shape.expert_parallel else {"expert_parallel"}
     left_out |= {name for name in _NAMES if "expert" in name} if not shape.num_experts else set()
     numbers = {name: int(getattr(shape, name)) for name in _NAMES if name not in left_out}
     windows = Counter(window for window in shape.layer_windows if window is not None)
@@ -150,8 +151,23 @@ def shape_numbers(shape: DecoderShape) -> dict[str, int]:
 
 
 def format_name(dtype: str, numbers: Mapping[str, int]) -> str:
-    """A dtype and what a model of these :func:`shape_numbers` has in FP8, such as ``bfloat16-fp8_channels``."""
-    return "-".join((dtype, *(name for name in numbers if name.startswith("fp8_"))))
+    """A dtype, what a model of these :func:`shape_numbers` has in FP8, and its ranks: ``bfloat16-fp8_channels-tp2``.
+
+    Ranks that divide the experts are ``ep2``.
+    """
+    names = [dtype, *(name for name in numbers if name.startswith("fp8_"))]
+    if "num_ranks" in numbers:
+        names.append(f"{'ep' if 'expert_parallel' in numbers else 'tp'}{numbers['num_ranks']}")
+    return "-".join(names)
+
+
+def rank_differences(required: Mapping[str, int], found: Mapping[str, int]) -> list[str]:
+    """What differs in how :func:`shape_numbers` are divided among ranks, by the names of settings."""
+    of_ranks = [
+        {"tensor_parallel_size": numbers.get("num_ranks", 1), "expert_parallel": "expert_parallel" in numbers}
+        for numbers in (required, found)
+    ]
+    return _differences(*of_ranks)
 
 
 def require_match(table: PerfTable, key: TableKey) -> None:
@@ -161,7 +177,10 @@ def require_match(table: PerfTable, key: TableKey) -> None:
     differences = _differences(
         {name: getattr(key, name) for name in plain}, {name: getattr(found, name) for name in plain}
     )
-    if numbers := _differences(key.shape, found.shape):
+    if ranks := rank_differences(key.shape, found.shape):
+        # All other numbers of the shape are a rank's.
+        differences += ranks
+    elif numbers := _differences(key.shape, found.shape):
         differences.append(f"model {key.model!r} required, {found.model!r} found ({'; '.join(numbers)})")
     differences += [f"kernels: {text}" for text in _differences(key.kernels, found.kernels)]
     if differences:

@@ -1,9 +1,13 @@
-"""Short sustained measurements on the GPU: each lane's stream is kept busy, and CUDA events time its work."""
+"""Short sustained measurements on the GPU: each lane's stream is kept busy, and CUDA events time its work.
+
+With tensor parallelism, rank 0 decides when to launch, and the others replay its launches in order.
+"""
 
 import time
-from collections import deque
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
+from functools import partial
 
 import numpy as np
 import torch
@@ -12,6 +16,7 @@ from bullet_graph.config import KV_BLOCK_TOKENS
 from bullet_graph.graphs.decode_graph import DecodeGraphs
 from bullet_graph.graphs.key import GraphKey, bucket_for, row_buckets
 from bullet_graph.graphs.piecewise import PiecewiseGraphs
+from bullet_graph.kernels.communicator import ALONE, Communicators
 from bullet_graph.kernels.gpu import Gpu
 from bullet_graph.kernels.sampler import SamplingState
 from bullet_graph.kernels.triton_ops import TritonOps
@@ -25,58 +30,78 @@ from bullet_graph.runtime.build import decoder_while_loading, partitions_of
 from bullet_graph.runtime.cuda import decode_inputs, lane_stream
 from bullet_graph.runtime.eager_lane import EagerLane
 from bullet_graph.runtime.profile import Prepared
+from bullet_graph.runtime.ranks import Message, Ranks
 from bullet_graph.runtime.rows import lay_out, make_batches
 from bullet_graph.runtime.step import DecodeBatch, PrefillBatch
 
 _AHEAD = 2
 """Steps in flight on each lane, as in the engine."""
 
+Span = tuple[int, int]
+"""The first and the last of some pieces of work, by their numbers."""
+
 
 class FedLane:
-    """Keeps a stream busy with what ``launch`` enqueues, and records when each piece of work finished."""
+    """Keeps a stream busy with what ``launch`` enqueues, and records when each piece of work finished.
 
-    def __init__(self, stream: torch.cuda.Stream, launch: Callable[[], object]) -> None:
+    ``announce`` is called before each launch that :meth:`feed` makes.
+    """
+
+    def __init__(
+        self, stream: torch.cuda.Stream, launch: Callable[[], object], announce: Callable[[], object] = lambda: None
+    ) -> None:
         self._stream = stream
         self._launch = launch
-        self._pending: deque[torch.cuda.Event] = deque()
-        self._done: list[tuple[torch.cuda.Event, float]] = []
+        self._announce = announce
+        self._ends: list[torch.cuda.Event] = []
+        self._done_s: list[float] = []
 
     @property
     def has_enough(self) -> bool:
-        return len(self._done) > MIN_INTERVALS
+        return len(self._done_s) > MIN_INTERVALS
 
     def poll(self) -> None:
         """Record finished work."""
-        while self._pending and self._pending[0].query():
-            self._done.append((self._pending.popleft(), time.perf_counter()))
+        while self._num_pending and self._ends[len(self._done_s)].query():
+            self._done_s.append(time.perf_counter())
 
     def feed(self, until_s: float) -> None:
         """Launch if there is room and the work in flight may finish before ``until_s``."""
-        launched = len(self._done) + len(self._pending)
-        if len(self._pending) == _AHEAD or (launched > MIN_INTERVALS and self._busy_until_s() > until_s):
+        if self._num_pending == _AHEAD or (len(self._ends) > MIN_INTERVALS and self._busy_until_s() > until_s):
             return
+        self._announce()
+        self.launch()
+
+    def launch(self) -> None:
         with torch.cuda.stream(self._stream):
             self._launch()
             event = torch.cuda.Event(enable_timing=True)
             event.record()
-        self._pending.append(event)
+        self._ends.append(event)
 
-    def interval_ms(self, from_s: float) -> float:
-        """Mean time between one finish and the next from ``from_s`` on, or of the last few."""
-        ends = [event for event, at_s in self._done if at_s >= from_s]
-        if len(ends) <= MIN_INTERVALS:
-            ends = [event for event, _ in self._done[-MIN_INTERVALS - 1 :]]
-        return float(ends[0].elapsed_time(ends[-1])) / (len(ends) - 1)
+    def span(self, from_s: float) -> Span:
+        """The pieces of work that finished from ``from_s`` on, or the last few."""
+        last = len(self._done_s) - 1
+        return min(bisect_left(self._done_s, from_s), last - MIN_INTERVALS), last
+
+    def interval_ms(self, span: Span) -> float:
+        """Mean time between one finish and the next."""
+        first, last = span
+        return float(self._ends[first].elapsed_time(self._ends[last])) / (last - first)
+
+    @property
+    def _num_pending(self) -> int:
+        return len(self._ends) - len(self._done_s)
 
     def _busy_until_s(self) -> float:
-        if len(self._done) < 2:
+        if len(self._done_s) < 2:
             return 0.0
-        (_, before_s), (_, last_s) = self._done[-2:]
-        return last_s + len(self._pending) * (last_s - before_s)
+        before_s, last_s = self._done_s[-2:]
+        return last_s + self._num_pending * (last_s - before_s)
 
 
-def run_burst(lanes: Sequence[FedLane], burst_s: float) -> tuple[float, ...]:
-    """Each lane's time of a step, in ms, with all lanes busy for ``burst_s`` after a warm-up, or longer if needed."""
+def run_burst(lanes: Sequence[FedLane], burst_s: float) -> tuple[Span, ...]:
+    """Keep all lanes busy for ``burst_s`` after a warm-up, or longer if needed; returns the work to time, by lane."""
     start_s = time.perf_counter()
     end_s = start_s + WARM_S + burst_s
     while (now_s := time.perf_counter()) < end_s or not all(lane.has_enough for lane in lanes):
@@ -86,13 +111,26 @@ def run_burst(lanes: Sequence[FedLane], burst_s: float) -> tuple[float, ...]:
             needed = any(not other.has_enough for other in lanes if other is not lane)
             lane.feed(float("inf") if needed else max(end_s, now_s))
     torch.cuda.synchronize()
-    return tuple(lane.interval_ms(start_s + WARM_S) for lane in lanes)
+    return tuple(lane.span(start_s + WARM_S) for lane in lanes)
 
 
 class Workbench:
-    """A model, its cache, filled with random numbers, and both lanes' buffers, which measure points up to limits."""
+    """A model, its cache, filled with random numbers, and both lanes' buffers, which measure points up to limits.
 
-    def __init__(self, decoder: Decoder, backend: PartitionBackend, *, limits: ProfileLimits, seed: int) -> None:
+    ``ranks`` are those that the bench of rank 0 leads; theirs :meth:`follow` it.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        backend: PartitionBackend,
+        *,
+        limits: ProfileLimits,
+        seed: int,
+        communicators: Communicators = ALONE,
+        ranks: Ranks | None = None,
+    ) -> None:
+        self._ranks = ranks
         device = decoder.cos_sin.device
         self.num_sms = torch.cuda.get_device_properties(device).multi_processor_count
         self._backend = backend
@@ -104,16 +142,24 @@ class Workbench:
                 half.copy_(torch.randn(half.shape, dtype=decoder.weights.embed.dtype, device=device))
         state = SamplingState(max_batch_size + 2, decoder.config.vocab_size, device)
         self._prefill_slot = max_batch_size + 1
-        self._graphs = DecodeGraphs(decoder, state, max_batch_size=max_batch_size)
+        self._graphs = DecodeGraphs(
+            decoder, state, max_batch_size=max_batch_size, communicator=communicators.get("decode")
+        )
         max_rows = limits.max_tokens + max_batch_size
         buckets = row_buckets(max_rows, decoder.config)
-        self._layer_graphs = PiecewiseGraphs(decoder, TritonOps(Gpu.of(device)), buckets=buckets)
+        # Of both, as one forward at a time has prompt rows.
+        communicator = communicators.get("prefill")
+        ops = TritonOps(Gpu.of(device), communicator)
+        # Ranks would time them differently.
+        are_tuned = communicator is not None
+        self._layer_graphs = PiecewiseGraphs(decoder, ops, buckets=buckets, are_tuned=are_tuned)
         self._eager = EagerLane(
             decoder,
             state,
             max_num_seqs=max_batch_size + 1,  # a chunk's prompt is sampled besides
             max_rows=max_rows,
             graphs=self._layer_graphs,
+            communicator=communicator,
         )
         rng = np.random.default_rng(seed)
         # In random order, as a cache has its blocks after hours of service; block 0 is padding.
@@ -127,6 +173,8 @@ class Workbench:
 
     def capture(self, points: Sequence[ProfilePoint], *, progress: bool) -> int:
         """Compile, and capture the decode graphs of these points; returns their number."""
+        if self._ranks is not None:
+            self._ranks.send("capture", points)
         keys = {
             GraphKey(bucket_for(point.batch_size, self._graphs.batch_sizes), self._partition(point))
             for point in points
@@ -146,23 +194,65 @@ class Workbench:
         return len(keys)
 
     def measure(self, point: ProfilePoint, burst_s: float) -> tuple[float, ...]:
-        """Measure a step's time once, in ms; for a split that of a decode step and that of a prefill forward."""
+        """Measure a step's time once, in ms; for a split that of a decode step and that of a prefill forward.
+
+        With several ranks, the slowest one's.
+        """
+        ranks = self._ranks
+        if ranks is None:
+            lanes = self.lanes(point)
+            return _times_ms(lanes, run_burst(lanes, burst_s))
+
+        def announce(lane: int) -> None:
+            ranks.check()
+            ranks.send("feed", lane)
+
+        ranks.send("measure", point)
+        lanes = self.lanes(point, announce)
+        with ranks.watched():
+            spans = run_burst(lanes, burst_s)
+            ranks.send("times", spans)
+            times = [_times_ms(lanes, spans), *(theirs for _, theirs in ranks.gather("times"))]
+        return tuple(map(max, zip(*times, strict=True)))
+
+    def follow(self, receive: Callable[[], Message], send: Callable[[Message], object]) -> None:
+        """Replay what the bench of rank 0 does, until it stops."""
+        lanes: list[FedLane] = []
+        while True:
+            match receive():
+                case ("capture", points):
+                    self.capture(points, progress=False)
+                case ("measure", point):
+                    lanes = self.lanes(point)
+                case ("feed", lane):
+                    lanes[lane].launch()
+                case ("times", spans):
+                    torch.cuda.synchronize()
+                    send(("times", _times_ms(lanes, spans)))
+                case _:
+                    return
+
+    def lanes(self, point: ProfilePoint, announce: Callable[[int], object] = lambda _: None) -> list[FedLane]:
+        """The lanes that a point keeps busy; ``announce`` is called with a lane's index before each launch."""
         partition = self._partition(point)
         lanes: list[FedLane] = []
         if point.kind in ("decode", "split"):
             inputs = decode_inputs(lay_out(None, self._decode_rows(point), KV_BLOCK_TOKENS))
-            lanes.append(FedLane(self._stream("decode", partition), lambda: self._graphs.run(inputs, partition)))
+            stream = self._stream("decode", partition)
+            lanes.append(FedLane(stream, lambda: self._graphs.run(inputs, partition), partial(announce, 0)))
         if point.kind == "mixed":
             # A forward with decode rows in it runs on the decode lane, as in the engine.
             mixed = lay_out(self._chunk(point), self._decode_rows(point), KV_BLOCK_TOKENS)
-            lanes.append(FedLane(self._stream("decode", partition), lambda: self._eager.run(mixed)))
+            stream = self._stream("decode", partition)
+            lanes.append(FedLane(stream, lambda: self._eager.run(mixed), partial(announce, 0)))
         if point.kind in ("prefill", "split"):
             chunk = lay_out(self._chunk(point), None, KV_BLOCK_TOKENS)
             # On the whole GPU as on the decode lane, with piecewise graphs.
             whole_gpu = partition == WHOLE_GPU
             stream = self._stream("prefill", partition)
-            lanes.append(FedLane(stream, lambda: self._eager.run(chunk, whole_gpu=whole_gpu)))
-        return run_burst(lanes, burst_s)
+            run = partial(self._eager.run, chunk, whole_gpu=whole_gpu)
+            lanes.append(FedLane(stream, run, partial(announce, len(lanes))))
+        return lanes
 
     def _stream(self, lane: Lane, partition: SmPartition) -> torch.cuda.Stream:
         return lane_stream(self._backend, lane, partition, self.device)
@@ -184,8 +274,14 @@ class Workbench:
         return make_batches([chunk], (), blocks=blocks, token_ids=tokens, slots=slots)[0]
 
 
+def _times_ms(lanes: Sequence[FedLane], spans: Sequence[Span]) -> tuple[float, ...]:
+    return tuple(lane.interval_ms(span) for lane, span in zip(lanes, spans, strict=True))
+
+
 @contextmanager
-def open_workbench(prepared: Prepared, *, progress: bool) -> Iterator[tuple[Workbench, str]]:
+def open_workbench(
+    prepared: Prepared, *, progress: bool, communicators: Communicators = ALONE, ranks: Ranks | None = None
+) -> Iterator[tuple[Workbench, str]]:
     """Verify the partitions, load the weights and make a workbench; closes its streams after the block.
 
     Yields the workbench, and the back end that confines its lanes, and why. Raises PartitionError where the partitions
@@ -197,7 +293,14 @@ def open_workbench(prepared: Prepared, *, progress: bool) -> Iterator[tuple[Work
     backend, why = open_backend(config.partition_backend, partitions, device=runtime.device.index)
     with closing(backend):
         # The bench alone holds the decoder, so that closing it frees the memory.
-        bench = Workbench(_loaded_decoder(prepared, progress), backend, limits=prepared.limits, seed=config.seed)
+        bench = Workbench(
+            _loaded_decoder(prepared, progress),
+            backend,
+            limits=prepared.limits,
+            seed=config.seed,
+            communicators=communicators,
+            ranks=ranks,
+        )
         try:
             yield bench, why
         finally:

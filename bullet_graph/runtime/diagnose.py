@@ -1,6 +1,6 @@
 """Judges whether an engine can run on a machine, and says what to do about each problem; pure."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
@@ -8,7 +8,7 @@ from typing import Literal
 
 from bullet_graph.config import EngineConfig
 from bullet_graph.partition.backend import AUTO, NoneBackend
-from bullet_graph.runtime.machine import BackendCheck, Gpu, Machine, SizeCheck
+from bullet_graph.runtime.machine import BackendCheck, Gpu, GpuPair, Machine, SeveralGpus, SizeCheck
 from bullet_graph.runtime.memory import format_bytes
 from bullet_graph.runtime.resolve import FLASHINFER_RELEASE
 
@@ -17,6 +17,8 @@ _MIN_CAPABILITY = (7, 5)
 """What FlashInfer supports."""
 _BFLOAT16_CAPABILITY = (8, 0)
 _BUSY_SHARE = 0.5
+_MOST_PAIRS = 6
+"""Pairs of GPUs that a line names."""
 
 
 class Level(StrEnum):
@@ -56,6 +58,7 @@ def diagnose(asked: EngineConfig, machine: Machine) -> Diagnosis:
     findings = [
         *_judge_system(machine),
         *_judge_gpu(asked, machine),
+        *_judge_several_gpus(asked, machine),
         *(_judge_libraries(machine) if machine.uses_gpu else ()),
         *_judge_partitions(asked, machine),
         *_judge_caches(machine),
@@ -137,6 +140,53 @@ def _judge_missing_gpu(asked: EngineConfig, machine: Machine) -> Finding:
         return _finding("GPU", "GPU", "no NVIDIA GPU", f"{advice}; or use --device cpu")
     found = "no NVIDIA GPU: the engine runs on the CPU"
     return _finding("GPU", "GPU", found, None if machine.driver is None else advice, Level.YELLOW)
+
+
+def _judge_several_gpus(asked: EngineConfig, machine: Machine) -> Iterator[Finding]:
+    line, several, wanted = partial(_finding, "several GPUs"), machine.several_gpus, asked.tensor_parallel_size
+    found = 1 if several is None else len(several.names)
+    # As needed as the ranks that were asked for.
+    level = Level.RED if wanted > 1 else Level.YELLOW
+    if several is not None:
+        links = {True: "NVLink", False: "PCIe", None: "unknown"}
+        by_link = {
+            name: [pair for pair in several.pairs if pair.has_nvlink is is_nvlink] for is_nvlink, name in links.items()
+        }
+        advice = None
+        if by_link["PCIe"]:
+            advice = (
+                "sums over ranks are slow without NVLink: take GPUs that it joins (CUDA_VISIBLE_DEVICES), if there are"
+            )
+        elif by_link["unknown"]:
+            advice = f"NVML does not tell: see `nvidia-smi topo -m`, or {_INSTALL_CUDA}"
+        texts = [f"{name} {_pairs(pairs, several)}" for name, pairs in by_link.items() if pairs]
+        yield line("links", "; ".join(texts), advice, Level.YELLOW)
+        without = [pair for pair in several.pairs if not pair.has_peer_access]
+        advice = (
+            "NCCL goes through the host's memory, which is slow: see whether IOMMU or ACS is on, or a virtual machine"
+        )
+        text = f"not {_pairs(without, several)}" if without else _pairs(several.pairs, several)
+        yield line("peer access", text, advice if without else None, Level.YELLOW)
+        advice = None if several.nccl else "this torch is built without NCCL: install NVIDIA's build for Linux"
+        yield line("NCCL", several.nccl or "none", advice, level)
+        if len(names := sorted(set(several.names))) > 1:
+            advice = "ranks wait for the slowest: choose equal GPUs (CUDA_VISIBLE_DEVICES)"
+            yield line("kinds", " and ".join(names), advice, Level.YELLOW)
+    if wanted > found and machine.uses_gpu:
+        advice = f"each rank needs a GPU: lower it, or check CUDA_VISIBLE_DEVICES; torch sees {found}"
+        yield line(f"--tensor-parallel-size {wanted}", "the engine would refuse to start", advice)
+    elif several is not None and several.nccl:
+        yield line("tensor parallelism", f"can work, with up to {found} ranks")
+    elif several is not None:
+        yield line("tensor parallelism", "cannot work", "see NCCL above", level)
+
+
+def _pairs(pairs: Sequence[GpuPair], several: SeveralGpus) -> str:
+    if len(pairs) == len(several.pairs):
+        return f"between all {len(several.names)} GPUs"
+    names = [f"{one}-{other}" for one, other in (pair.gpus for pair in pairs)]
+    more = f" and {len(names) - _MOST_PAIRS} more" if len(names) > _MOST_PAIRS else ""
+    return f"between {', '.join(names[:_MOST_PAIRS])}{more}"
 
 
 def _judge_libraries(machine: Machine) -> Iterator[Finding]:

@@ -52,7 +52,7 @@ def model_components(model: ModelConfig, dtype: str) -> dict[str, str]:
     # They change no kernel: the tokens that end an output, and the checkpoint's own dtype.
     del shape["eos_token_ids"], shape["dtype"]
     # Of tensor parallelism, which takes no captures.
-    del shape["num_ranks"], shape["rank"], shape["whole"]
+    del shape["num_ranks"], shape["expert_parallel"], shape["rank"], shape["whole"]
     return {"model": f"{model.architecture} {model.num_layers}x{model.hidden_size} {digest(shape)}", "dtype": dtype}
 
 

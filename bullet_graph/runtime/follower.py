@@ -15,10 +15,12 @@ from typing import Any
 import torch
 
 from bullet_graph.config import EngineConfig
+from bullet_graph.kernels.communicator import Communicators
 from bullet_graph.perf.start_report import StartClock
-from bullet_graph.runtime.build import build_executor
+from bullet_graph.runtime.build import build_executor, plan_ledger
 from bullet_graph.runtime.executor import Executor
 from bullet_graph.runtime.memory import MemoryLedger, with_kv_blocks
+from bullet_graph.runtime.profile import Prepared
 from bullet_graph.runtime.ranks import Message, make_communicators
 from bullet_graph.runtime.resolve import Runtime
 
@@ -42,7 +44,13 @@ class Follower:
                 os._exit(1)
 
     def run(self) -> None:
-        executor = self._build(*self._next("start"))
+        kind, *values = self._messages.get()
+        if kind == "profile":
+            self._profile(*values)
+        elif kind == "start":
+            self._follow(self._build(*values))
+
+    def _follow(self, executor: Executor) -> None:
         self._connection.send(("built",))
         tickets: list[int] = []
         while True:
@@ -66,6 +74,29 @@ class Follower:
         return values
 
     def _build(self, config: EngineConfig, runtime: Runtime, folder: Path, num_threads: int) -> Executor:
+        communicators = self._connect(runtime, folder, num_threads)
+        built = build_executor(
+            replace(config, cpu_threads=None),
+            runtime,
+            progress=False,
+            on_ledger=lambda _: None,
+            clock=StartClock(),
+            agree=self._agree,
+            communicators=communicators,
+        )
+        return built.executor
+
+    @torch.inference_mode()
+    def _profile(self, prepared: Prepared, folder: Path) -> None:
+        communicators = self._connect(prepared.runtime, folder, torch.get_num_threads())
+        prepared = replace(prepared, ledger=self._agree(plan_ledger(prepared.config, prepared.runtime)))
+        # Imports the kernel libraries.
+        from bullet_graph.runtime.bursts import open_workbench  # noqa: PLC0415
+
+        with open_workbench(prepared, progress=False, communicators=communicators) as (bench, _):
+            bench.follow(self._messages.get, self._connection.send)
+
+    def _connect(self, runtime: Runtime, folder: Path, num_threads: int) -> Communicators:
         if runtime.device.type == "cpu":
             # As rank 0's: what all ranks compute alike must have the same bits.
             torch.set_num_threads(num_threads)
@@ -73,22 +104,11 @@ class Follower:
             torch.cuda.set_device(runtime.device)
         self._connection.send(("ready",))
         self._next("connect")
-        communicators = make_communicators(folder, self._rank, runtime.model.num_ranks, runtime.device)
+        return make_communicators(folder, self._rank, runtime.model.num_ranks, runtime.device)
 
-        def agree(ledger: MemoryLedger) -> MemoryLedger:
-            self._connection.send(("blocks", ledger.num_kv_blocks))
-            return with_kv_blocks(ledger, *self._next("blocks"))
-
-        built = build_executor(
-            replace(config, cpu_threads=None),
-            runtime,
-            progress=False,
-            on_ledger=lambda _: None,
-            clock=StartClock(),
-            agree=agree,
-            communicators=communicators,
-        )
-        return built.executor
+    def _agree(self, ledger: MemoryLedger) -> MemoryLedger:
+        self._connection.send(("blocks", ledger.num_kv_blocks))
+        return with_kv_blocks(ledger, *self._next("blocks"))
 
 
 def main() -> None:

@@ -1,6 +1,7 @@
 """Finds what an engine needs on this machine; :mod:`bullet_graph.runtime.diagnose` judges it."""
 
 import importlib
+import itertools
 import os
 import platform
 import shutil
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import torch
+import torch.distributed
 
 from bullet_graph.config import EngineConfig
 from bullet_graph.errors import BulletGraphError, PartitionError
@@ -22,10 +24,12 @@ from bullet_graph.partition.masks import SMS_PER_TPC, partition_of, sm_ranges
 from bullet_graph.partition.offsets import DriverId, TrustedOffset
 from bullet_graph.partition.probe import SmidProbe
 from bullet_graph.partition.smctrl import identify_driver
+from bullet_graph.perf.energy import linked_by_nvlink
 from bullet_graph.perf.provenance import Provenance, collect_provenance, installed_version
 from bullet_graph.runtime.build import plan_ledger
 from bullet_graph.runtime.memory import MemoryLedger
 from bullet_graph.runtime.resolve import find_device, resolve
+from bullet_graph.runtime.tensor_parallel import of_rank
 
 _STEP_SMS = 8
 """Green contexts allow such steps."""
@@ -44,6 +48,27 @@ class Gpu:
     total_bytes: int
     free_bytes: int
     num_gpus: int
+
+
+@dataclass(frozen=True, slots=True)
+class GpuPair:
+    """Two GPUs by their indices; ``has_nvlink`` None where NVML does not tell.
+
+    ``has_peer_access``: one can read the other's memory.
+    """
+
+    gpus: tuple[int, int]
+    has_nvlink: bool | None
+    has_peer_access: bool
+
+
+@dataclass(frozen=True, slots=True)
+class SeveralGpus:
+    """What tensor parallelism needs: the GPUs' names, all pairs of them, and NCCL's version, None without NCCL."""
+
+    names: tuple[str, ...]
+    pairs: tuple[GpuPair, ...]
+    nccl: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,8 +128,8 @@ class Machine:
     """What was found; None for what is missing, and for GPU matters where the engine would run on the CPU.
 
     ``torch_cuda`` is the CUDA release that torch was built for. ``gpu_path_problem`` says why the modules for the GPU
-    cannot be imported. FlashInfer and Triton need ``missing_compilers`` at first use; stream masks may be written at
-    ``mask_offset`` under this driver.
+    cannot be imported. ``several_gpus`` is None where there is one. FlashInfer and Triton need ``missing_compilers`` at
+    first use; stream masks may be written at ``mask_offset`` under this driver.
     """
 
     platform: str
@@ -116,6 +141,7 @@ class Machine:
     uses_gpu: bool
     gpu: Gpu | None
     gpu_problem: str | None
+    several_gpus: SeveralGpus | None
     gpu_path_problem: str | None
     missing_compilers: tuple[str, ...]
     mask_offset: TrustedOffset | None
@@ -143,10 +169,13 @@ def look_around(asked: EngineConfig) -> Machine:
     if uses_gpu:
         # RuntimeError: a GPU that is lost, or that another process has for itself.
         gpu, gpu_problem = _attempt(partial(_find_gpu, device), RuntimeError)
+    several_gpus = _find_several_gpus(gpu.num_gpus) if gpu is not None and gpu.num_gpus > 1 else None
     gpu_path_problem = _gpu_path_problem() if uses_gpu else None
     ledger, model_problem, partitions = None, None, None
     if asked.model and gpu_problem is None and gpu_path_problem is None:
-        ledger, model_problem = _attempt(lambda: plan_ledger(asked, resolve(asked)), BulletGraphError)
+        ledger, model_problem = _attempt(
+            lambda: plan_ledger(asked, of_rank(asked, resolve(asked), 0)), BulletGraphError
+        )
     # Last: a driver that fails under a probe may take the context with it.
     if gpu is not None:
         partitions = check_partitions(
@@ -162,6 +191,7 @@ def look_around(asked: EngineConfig) -> Machine:
         uses_gpu=uses_gpu,
         gpu=gpu,
         gpu_problem=gpu_problem,
+        several_gpus=several_gpus,
         gpu_path_problem=gpu_path_problem,
         missing_compilers=_missing_compilers() if uses_gpu else (),
         mask_offset=mask_offset,
@@ -194,6 +224,18 @@ def _find_gpu(device: torch.device) -> Gpu:
         free_bytes=free_bytes,
         num_gpus=torch.cuda.device_count(),
     )
+
+
+def _find_several_gpus(count: int) -> SeveralGpus:
+    properties = [torch.cuda.get_device_properties(index) for index in range(count)]
+    pairs = []
+    for one, other in itertools.combinations(range(count), 2):
+        has_nvlink = linked_by_nvlink(str(properties[one].uuid), str(properties[other].uuid))
+        both_ways = ((one, other), (other, one))
+        has_access = all(torch.cuda.can_device_access_peer(*way) for way in both_ways)
+        pairs.append(GpuPair((one, other), has_nvlink, has_access))
+    nccl = ".".join(map(str, torch.cuda.nccl.version())) if torch.distributed.is_nccl_available() else None
+    return SeveralGpus(tuple(each.name for each in properties), tuple(pairs), nccl)
 
 
 def _gpu_path_problem() -> str | None:

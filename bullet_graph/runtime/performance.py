@@ -71,13 +71,19 @@ def find_performance(
             f"{needing} needs a performance table of {key.model} in {format_name(key.dtype, key.shape)} on {key.gpu}, "
             f"but there is none at {user_table_file(key)} nor among those that come with the package "
             f"({', '.join(path.name for path in list_tables()) or 'none'}): run `bullet-graph profile --model "
-            f"{config.model}` once, or pass perf_table='roofline' for an estimate"
+            f"{config.model}{_rank_options(config)}` once, or pass perf_table='roofline' for an estimate"
         )
     require_match(table, table_key(runtime))
     plan = named_plan(config, dtype=runtime.dtype_name, num_sms=runtime.gpu.num_sms)
     if plan is not None:
         return PaddedModel(TableModel(table, runtime.model), plan.padded)
     return table_model(table, config.max_num_seqs, runtime.model)
+
+
+def _rank_options(config: EngineConfig) -> str:
+    if config.tensor_parallel_size == 1:
+        return ""
+    return f" --tensor-parallel-size {config.tensor_parallel_size}{' --expert-parallel' * config.expert_parallel}"
 
 
 def table_model(table: PerfTable, max_num_seqs: int, model: ModelConfig) -> PerformanceModel:

@@ -3,6 +3,7 @@
 import dataclasses
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,6 +12,7 @@ import torch
 
 from bullet_graph.config import EngineConfig
 from bullet_graph.errors import ConfigError, DeviceError, PerfTableError
+from bullet_graph.kernels.communicator import ALONE
 from bullet_graph.models.progress import progress_bar
 from bullet_graph.perf.energy import DeviceMonitor, DeviceReport, open_probe
 from bullet_graph.perf.profile_plan import (
@@ -27,7 +29,9 @@ from bullet_graph.perf.table import PerfTable, TableKey, read_table, require_mat
 from bullet_graph.runtime.build import plan_ledger
 from bullet_graph.runtime.memory import MemoryLedger
 from bullet_graph.runtime.performance import table_key
+from bullet_graph.runtime.ranks import Ranks
 from bullet_graph.runtime.resolve import Runtime, resolve
+from bullet_graph.runtime.tensor_parallel import agreed, failing_together, of_rank
 
 if TYPE_CHECKING:
     from bullet_graph.runtime.bursts import Workbench
@@ -79,7 +83,7 @@ def prepare_profile(config: EngineConfig) -> Prepared:
             "that torch is a CUDA build, or take a table that was measured on such a GPU"
         )
     config = dataclasses.replace(config, device="cuda", gpu_memory_utilization=_MEMORY_UTILIZATION)
-    runtime = resolve(config)
+    runtime = of_rank(config, resolve(config), 0)
     runtime = dataclasses.replace(runtime, max_model_len=min(runtime.max_model_len, _MAX_MODEL_LEN))
     if not config.decode_sms and config.partition_backend != "none":
         sizes = tuple(size for size in PROFILED_SMS if size <= _MOST_OF_GPU * runtime.gpu.num_sms)
@@ -123,6 +127,38 @@ def profile_model(
     Raises ConfigError where the budget is too short, or saved results cannot be read or belong to another plan; and as
     :func:`~bullet_graph.runtime.bursts.open_workbench`.
     """
+    with _on_ranks(prepared) as (prepared, ranks):
+        return _profile(prepared, ranks, file, time_budget_s, restart=restart, progress=progress, tell=tell)
+
+
+@contextmanager
+def _on_ranks(prepared: Prepared) -> Iterator[tuple[Prepared, Ranks | None]]:
+    """Start the other ranks, if there are any, and end them after the block; they agree on the KV cache."""
+    config, runtime = prepared.config, prepared.runtime
+    if runtime.model.whole is None:
+        yield prepared, None
+        return
+    runtime = dataclasses.replace(runtime, model=runtime.model.whole)
+    others = [of_rank(config, runtime, rank) for rank in range(1, config.tensor_parallel_size)]
+    ranks = Ranks(config.tensor_parallel_size)
+    with failing_together(ranks):
+        for rank, of_other in enumerate(others, start=1):
+            ranks.send("profile", dataclasses.replace(prepared, runtime=of_other), ranks.folder, only=rank)
+        ranks.connect(runtime.device)
+        yield dataclasses.replace(prepared, ledger=agreed(ranks, prepared.ledger)), ranks
+    ranks.stop()
+
+
+def _profile(
+    prepared: Prepared,
+    ranks: Ranks | None,
+    file: Path,
+    time_budget_s: float,
+    *,
+    restart: bool,
+    progress: bool,
+    tell: Callable[[str], None],
+) -> PerfTable:
     # Imports the kernel libraries, which `prepare_profile` must report as missing in its own words.
     from bullet_graph.runtime.bursts import open_workbench  # noqa: PLC0415
 
@@ -164,7 +200,9 @@ def profile_model(
             complete=complete,
         )
 
-    with open_workbench(prepared, progress=progress) as (bench, why):
+    communicators = ALONE if ranks is None else ranks.communicators
+    opened = open_workbench(prepared, progress=progress, communicators=communicators, ranks=ranks)
+    with opened as (bench, why):
         provenance["partition_backend"] = why
         tell(f"partitions: {why}")
         num_graphs = bench.capture(plan.points, progress=progress)

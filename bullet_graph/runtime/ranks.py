@@ -48,7 +48,8 @@ _VERDICT_S = 0.2
 """Once a rank has failed, how long others may report that they failed before it."""
 
 Message = tuple[Any, ...]
-"""A name, then values. To them: start, connect, blocks, launch, prepare, stop. Back: ready, blocks, built, failed."""
+"""A name, then values. To them: start or profile, connect, blocks, then launch and prepare, or capture, measure, feed
+and times, and stop. Back: ready, blocks, built, times, failed."""
 
 
 def shared_marks(folder: Path, num_ranks: int) -> "memoryview[int]":
@@ -156,6 +157,12 @@ class Ranks:
             raise self.failure from error
         self.fail(RankError(f"rank 0 failed: {error}"))
         raise error
+
+    def connect(self, device: torch.device) -> None:
+        """Make rank 0's communicators, together with the others, once these are ready."""
+        self.gather("ready")
+        self.send("connect")
+        self.communicators = make_communicators(self.folder, 0, self.num_ranks, device)
 
     @contextmanager
     def watched(self) -> Iterator[None]:

@@ -1,7 +1,9 @@
 """Builds an engine's executor: on this process alone, or on several ranks of which this process is rank 0."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -11,7 +13,7 @@ from bullet_graph.models.sharding import shard
 from bullet_graph.perf.start_report import StartClock
 from bullet_graph.runtime.build import BuiltRuntime, build_executor
 from bullet_graph.runtime.memory import MemoryLedger, with_kv_blocks
-from bullet_graph.runtime.ranks import RankedExecutor, Ranks, make_communicators
+from bullet_graph.runtime.ranks import RankedExecutor, Ranks
 from bullet_graph.runtime.resolve import Runtime
 
 
@@ -30,34 +32,35 @@ def build_on_ranks(
     num_ranks = config.tensor_parallel_size
     if num_ranks == 1:
         return build_executor(config, runtime, progress=progress, on_ledger=on_ledger, clock=clock)
-    _refuse_what_is_for_one_rank(config)
-    runtimes = [of_rank(runtime, num_ranks, rank) for rank in range(num_ranks)]
+    if config.capture_cache is not None:
+        raise ConfigError("capture_cache keeps what one rank compiles: leave it out, or take tensor_parallel_size=1")
+    runtimes = [of_rank(config, runtime, rank) for rank in range(num_ranks)]
     if config.cpu_threads is not None:
         torch.set_num_threads(config.cpu_threads)
     ranks = Ranks(num_ranks)
-    try:
+    with failing_together(ranks):
         for rank in range(1, num_ranks):
             ranks.send("start", config, runtimes[rank], ranks.folder, torch.get_num_threads(), only=rank)
         with clock.phase("device"):
-            ranks.gather("ready")
-            ranks.send("connect")
-            ranks.communicators = make_communicators(ranks.folder, 0, num_ranks, runtime.device)
-
-        def agree(ledger: MemoryLedger) -> MemoryLedger:
-            least = min(ledger.num_kv_blocks, *(blocks for _, blocks in ranks.gather("blocks")))
-            ranks.send("blocks", least)
-            return with_kv_blocks(ledger, least)
-
+            ranks.connect(runtime.device)
         built = build_executor(
             config,
             runtimes[0],
             progress=progress,
             on_ledger=on_ledger,
             clock=clock,
-            agree=agree,
+            agree=partial(agreed, ranks),
             communicators=ranks.communicators,
         )
         ranks.gather("built")
+    return replace(built, executor=RankedExecutor(built.executor, ranks))
+
+
+@contextmanager
+def failing_together(ranks: Ranks) -> Iterator[None]:
+    """Where the block fails, end all ranks, and raise the error that came first."""
+    try:
+        yield
     except BaseException as error:
         try:
             # One of ours says all; any other may be due to another rank.
@@ -67,15 +70,21 @@ def build_on_ranks(
         finally:
             ranks.fail(RuntimeError("the start has failed"))
             ranks.stop()
-    return replace(built, executor=RankedExecutor(built.executor, ranks))
 
 
-def of_rank(runtime: Runtime, num_ranks: int, rank: int) -> Runtime:
+def agreed(ranks: Ranks, ledger: MemoryLedger) -> MemoryLedger:
+    """Rank 0's ledger, with as many KV blocks as every rank has room for; they are told."""
+    least = min(ledger.num_kv_blocks, *(blocks for _, blocks in ranks.gather("blocks")))
+    ranks.send("blocks", least)
+    return with_kv_blocks(ledger, least)
+
+
+def of_rank(config: EngineConfig, runtime: Runtime, rank: int) -> Runtime:
     """What a rank runs: its share of the model, on a GPU of its own after rank 0's.
 
     Raises ConfigError where the model cannot be divided, DeviceError where GPUs are missing.
     """
-    device = runtime.device
+    device, num_ranks = runtime.device, config.tensor_parallel_size
     if device.type == "cuda":
         device = torch.device("cuda", (device.index or 0) + rank)
         if device.index >= (found := torch.cuda.device_count()):
@@ -83,14 +92,5 @@ def of_rank(runtime: Runtime, num_ranks: int, rank: int) -> Runtime:
                 f"tensor_parallel_size={num_ranks} needs a GPU for each rank from {runtime.device} on, but torch sees "
                 f"{found}: lower it, or check CUDA_VISIBLE_DEVICES"
             )
-    return replace(runtime, model=shard(runtime.model, num_ranks, rank), device=device)
-
-
-def _refuse_what_is_for_one_rank(config: EngineConfig) -> None:
-    if config.capture_cache is not None:
-        raise ConfigError("capture_cache keeps what one rank compiles: leave it out, or take tensor_parallel_size=1")
-    if config.perf_table not in (None, "roofline"):
-        raise ConfigError(
-            f"perf_table={config.perf_table} was measured with one rank: pass perf_table='roofline' for an estimate, "
-            "leave it out, or take tensor_parallel_size=1"
-        )
+    model = shard(runtime.model, num_ranks, rank, expert_parallel=config.expert_parallel)
+    return replace(runtime, model=model, device=device)

@@ -179,6 +179,19 @@ def test_a_table_that_does_not_fit_is_refused(table: Path, tmp_path: Path) -> No
     assert "edited" in refused(simulate(gpu=edited))
 
 
+def test_several_ranks(table: Path) -> None:
+    ranks = ("--tensor-parallel-size", "2")
+    assert "no performance table h200_llama-3.1-8b_bfloat16-tp2.json is known" in refused(simulate(*ranks, gpu="h200"))
+    message = refused(simulate(*ranks, gpu=table))
+    assert "--tensor-parallel-size 2 required, 1 found. Take the table h200_llama-3.1-8b_bfloat16-tp2.json" in message
+    assert "must divide what the ranks share" in refused(simulate("--tensor-parallel-size", "5", gpu=table))
+    alone, two = (parsed(simulate(*some, "--json", gpu="roofline:h200")) for some in ((), ranks))
+    assert (alone["tensor_parallel_size"], two["tensor_parallel_size"]) == (1, 2)
+    # A rank's half of the weights takes half the time to read, and leaves more room for keys and values.
+    assert two["median_tpot_ms"] < 0.8 * alone["median_tpot_ms"]
+    assert two["kv_cache_tokens"] > 2 * alone["kv_cache_tokens"]
+
+
 def test_a_gpu_of_unknown_memory_needs_the_caches_size() -> None:
     assert "--kv-cache-bytes" in refused(simulate(gpu="roofline:generic"))
     flat = parsed(simulate("--kv-cache-bytes", "20GiB", "--json", gpu="roofline:generic"))

@@ -1,6 +1,7 @@
 """Shares of a model: ranks in threads generate what one rank generates, for every family and way to divide it."""
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from ranks_in_threads import use_threads
 from safetensors import safe_open
 
 from bullet_graph import SamplingParams
+from bullet_graph.config import EngineConfig
 from bullet_graph.errors import ConfigError, UnsupportedModelError
 from bullet_graph.models import checkpoint, sharding
 from bullet_graph.models.config import ModelConfig, with_padded_heads
@@ -32,7 +34,7 @@ SAMPLED = [
 LENGTHS = (1, 5, 17, 33, 70)
 FP8_SIZES = {"hidden_size": 256, "intermediate_size": 512}
 
-Ranks = Callable[[int], None]
+Ranks = Callable[..., None]
 
 
 @pytest.fixture
@@ -40,12 +42,14 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> Ranks:
     return use_threads(monkeypatch)
 
 
-def check(ranks: Ranks, model: str | Path, *sizes: int, **settings: Any) -> None:
+def check(
+    ranks: Ranks, model: str | Path, *sizes: int, expert_parallel: Sequence[bool] = (False,), **settings: Any
+) -> None:
     """Tokens of one rank and of several are the same, their log-probabilities nearly."""
     settings = {"policy": "mixed:7"} | settings
     found = []
-    for size in (1, *sizes):
-        ranks(size)
+    for size, by_expert in ((1, False), *itertools.product(sizes, expert_parallel)):
+        ranks(size, by_expert)
         with make_engine(model, **settings) as engine:
             rng = np.random.default_rng(5)
             prompts = [rng.integers(0, engine.model_config.vocab_size, size=n).tolist() for n in LENGTHS]
@@ -60,8 +64,11 @@ def check(ranks: Ranks, model: str | Path, *sizes: int, **settings: Any) -> None
 @pytest.mark.parametrize("family", [*FAMILIES, *MORE_FAMILIES, *EXPERT_FAMILIES])
 def test_every_family(family: Family, ranks: Ranks, tmp_path: Path) -> None:
     # Four ranks hold two key heads, each of them twice.
-    write_checkpoint(tmp_path, family, seed=1, tokenizer=False)
-    check(ranks, tmp_path, *((2, 4) if family in ("llama", "qwen2_moe") else (4,)))
+    has_experts = family in EXPERT_FAMILIES
+    experts = {"num_local_experts" if family == "mixtral" else "num_experts": 8} if has_experts else {}
+    write_checkpoint(tmp_path, family, seed=1, tokenizer=False, **experts)
+    sizes = (2, 4) if family in ("llama", "qwen2_moe") else (4,)
+    check(ranks, tmp_path, *sizes, expert_parallel=(False, True) if has_experts else (False,))
 
 
 def test_vocabularies_that_no_number_divides_and_tied_embeddings(ranks: Ranks, tmp_path: Path) -> None:
@@ -82,9 +89,9 @@ def test_heads_padded_for_kernels(
     check(ranks, tmp_path, 2)
 
 
-@pytest.mark.parametrize("settings", [{}, {"router_skew": "zipf:1"}])
-def test_random_weights_are_the_same_in_parts(settings: dict[str, Any], ranks: Ranks) -> None:
-    check(ranks, "tiny-moe", 2, **settings)
+@pytest.mark.parametrize(("by_expert", "skew"), [(False, "uniform"), (True, "zipf:1")])
+def test_random_weights_are_the_same_in_parts(by_expert: bool, skew: str, ranks: Ranks) -> None:
+    check(ranks, "tiny-moe", 2, expert_parallel=[by_expert], router_skew=skew)
 
 
 @pytest.mark.parametrize(
@@ -103,7 +110,9 @@ def test_fp8_weights_and_their_scales(form: str, family: Family, tmp_path: Path)
         write_checkpoint(tmp_path, family, tokenizer=False, **sizes)
     model = in_formats(load_model_config(tmp_path), quantization="fp8", kv_cache_dtype="auto")
     filled = []
-    for config in (model, *(shard(model, 2, rank) for rank in range(2))):
+    by_expert = (False, True) if family == "qwen2_moe" else (False,)
+    ways = itertools.product(range(2), by_expert)
+    for config in (model, *(shard(model, 2, rank, expert_parallel=whole) for rank, whole in ways)):
         weights = zero_weights(config, dtype=torch.float32, device=torch.device("cpu"))
         if form == "random":
             list(fill_dummy(config, weights, seed=1))
@@ -118,7 +127,8 @@ def test_fp8_weights_and_their_scales(form: str, family: Family, tmp_path: Path)
             part = sharding.part_of(config, name, tuple(whole[name].shape))
             expected = whole[name] if part is None else part.of(whole[name])
             # A rank that quantizes sees a part of the columns, and so scales of its own.
-            if form != "while loading" or name.split(".")[-2] not in ("o_proj", "down_proj"):
+            is_whole = config.expert_parallel and ".experts." in name
+            if form != "while loading" or is_whole or name.split(".")[-2] not in ("o_proj", "down_proj"):
                 assert torch.equal(view.float(), expected.float()), name
 
 
@@ -164,6 +174,30 @@ def test_a_rank_reads_its_own_part_alone(ranks: Ranks, tmp_path: Path, monkeypat
     assert whole / 2 < weights < whole / 2 + 1000  # norms are whole
 
 
+def test_a_rank_reads_its_own_experts_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_checkpoint(tmp_path, "qwen3_moe", tokenizer=False)
+    read: list[str] = []
+    read_tensor = checkpoint._StoredTensor.read
+
+    def recorded(stored: Any, name: str, part: Any) -> torch.Tensor:
+        read.append(name)
+        return read_tensor(stored, name, part)
+
+    monkeypatch.setattr(checkpoint._StoredTensor, "read", recorded)
+    model = load_model_config(tmp_path)
+    for rank in range(2):
+        config = shard(model, 2, rank, expert_parallel=True)
+        weights = zero_weights(config, dtype=torch.float32, device=torch.device("cpu"))
+        with checkpoint.open_checkpoint(tmp_path, config) as opened:
+            list(opened.fill(weights))
+        held = (view.nbytes for _, view in checkpoint.checkpoint_views(config, weights))
+        assert config.weight_bytes(4) == sum(held)
+    experts = [name.split(".")[5] for name in read if ".experts." in name]
+    half = len(experts) // 2
+    assert set(experts[:half]) | set(experts[half:]) == {str(index) for index in range(model.num_experts)}
+    assert not set(experts[:half]) & set(experts[half:])
+
+
 @pytest.mark.parametrize("name", PRESETS)
 @pytest.mark.parametrize("num_ranks", [2, 4, 8])
 def test_parts_have_the_shapes_of_a_ranks_weights(name: str, num_ranks: int) -> None:
@@ -172,7 +206,8 @@ def test_parts_have_the_shapes_of_a_ranks_weights(name: str, num_ranks: int) -> 
         pytest.skip("ranks are more than heads")
     whole = dict(checkpoint.checkpoint_views(model, meta(model)))
     own = [shard(model, num_ranks, rank) for rank in range(num_ranks)]
-    for config in own:
+    by_expert = [shard(model, num_ranks, 1, expert_parallel=True)] if model.num_experts else []
+    for config in own + by_expert:
         for each, view in checkpoint.checkpoint_views(config, meta(config)):
             part = sharding.part_of(config, each, tuple(whole[each].shape))
             assert view.shape == (whole[each] if part is None else part.of(whole[each])).shape, each
@@ -192,3 +227,11 @@ def test_what_cannot_be_divided_names_the_numbers() -> None:
         shard(replace(tiny, num_heads=12, num_kv_heads=6, intermediate_size=100), 8, 0)
     with pytest.raises(ConfigError, match="2 query heads, 98 intermediate columns of an expert: "):
         shard(replace(PRESETS["tiny-moe"], expert_intermediate_size=98), 4, 0)
+    with pytest.raises(ConfigError, match="the ranks share, but the model has 15 experts: take"):
+        shard(replace(PRESETS["tiny-moe"], num_experts=15), 2, 0, expert_parallel=True)
+    with pytest.raises(
+        ConfigError, match="expert_parallel divides experts among ranks, but LlamaForCausalLM has none: leave it out"
+    ):
+        shard(tiny, 2, 0, expert_parallel=True)
+    with pytest.raises(ConfigError, match="among ranks, but there is one: pass tensor_parallel_size"):
+        EngineConfig(model="tiny-moe", expert_parallel=True)

@@ -15,7 +15,8 @@ import pytest
 from engines import GREEDY, POLICIES, PROMPTS, fail_launches, make_engine, run_to_end, tokens_of
 
 from bullet_graph import AsyncEngine, Engine, SamplingParams
-from bullet_graph.errors import CheckpointError, ConfigError, EngineDeadError, InsufficientMemoryError
+from bullet_graph.config import EngineConfig
+from bullet_graph.errors import CheckpointError, ConfigError, EngineDeadError, InsufficientMemoryError, PerfTableError
 from bullet_graph.runtime import build, ranks, tensor_parallel
 from bullet_graph.runtime.memory import with_kv_blocks
 from bullet_graph.runtime.resolve import Runtime
@@ -36,11 +37,11 @@ def followers() -> list[psutil.Process]:
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[Engine]:
-    """Two ranks, of which rank 0 claims to have room for more blocks than the other has."""
+    """Two ranks that divide the experts; rank 0 claims to have room for more blocks than the other has."""
     with pytest.MonkeyPatch.context() as patch:
         plan = build.plan_ledger
         patch.setattr(build, "plan_ledger", lambda *rest: with_kv_blocks(plan(*rest), KV_BLOCKS + 7))
-        engine = make_ranked()
+        engine = make_ranked(expert_parallel=True)
     with engine:
         yield engine
     assert not followers()
@@ -197,8 +198,8 @@ def test_an_interrupt_in_the_middle_of_a_launch(doomed: Engine, monkeypatch: pyt
 def test_an_error_of_a_start_is_the_rank_s_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     of_rank = tensor_parallel.of_rank
 
-    def without_weights(runtime: Runtime, num_ranks: int, rank: int) -> Runtime:
-        found = of_rank(runtime, num_ranks, rank)
+    def without_weights(config: EngineConfig, runtime: Runtime, rank: int) -> Runtime:
+        found = of_rank(config, runtime, rank)
         return replace(found, folder=tmp_path) if rank else found
 
     before = len(followers())
@@ -212,7 +213,7 @@ def test_what_is_refused() -> None:
     for error, settings, message in (
         (ConfigError, {"num_ranks": 4}, "tensor_parallel_size=4 must divide .* 2 query heads"),
         (ConfigError, {"capture_cache": "auto", "compile": True}, "leave it out, or take tensor_parallel_size=1"),
-        (ConfigError, {"perf_table": "a.json"}, "perf_table=a.json was measured with one rank"),
+        (PerfTableError, {"perf_table": "a.json"}, "tables are measured on GPUs, but the device is the CPU"),
         (InsufficientMemoryError, {"kv_cache_bytes": 1000}, "short by"),
     ):
         before = len(followers())

@@ -35,6 +35,7 @@ def complete_machine(**changes: Any) -> Machine:
         uses_gpu=True,
         gpu=GPU,
         gpu_problem=None,
+        several_gpus=None,
         gpu_path_problem=None,
         missing_compilers=(),
         mask_offset=TrustedOffset(0x51C, "table"),

@@ -1,6 +1,7 @@
 """Ranks on GPUs of their own: tokens against ``transformers`` under every policy, and failures that end at once."""
 
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,7 +10,9 @@ from engines import run_to_end
 from noise import Checkpoint, check_against_transformers, qwen3_checkpoint
 
 from bullet_graph import Engine, SamplingParams
+from bullet_graph.config import EngineConfig
 from bullet_graph.errors import EngineDeadError
+from bullet_graph.runtime.profile import prepare_profile, profile_model
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")]
 
@@ -29,8 +32,7 @@ def make(model: Checkpoint, policy: str, **settings: object) -> Engine:
         tensor_parallel_size=2,
         max_num_seqs=6,
         kv_cache_bytes=2**28,
-        perf_table="roofline",
-        **settings,  # type: ignore[arg-type]
+        **{"perf_table": "roofline", **settings},  # type: ignore[arg-type]
     )
 
 
@@ -57,6 +59,21 @@ def test_graphs_that_follow_in_idle_time(model: Checkpoint) -> None:
             pass
         assert not engine.stats().num_missing_graphs
         engine.generate(prompts(), GREEDY, use_tqdm=False)
+    check_against_transformers(outputs, model)
+
+
+def test_a_profile(model: Checkpoint, tmp_path: Path) -> None:
+    settings: dict[str, object] = {"max_num_seqs": 16, "max_num_batched_tokens": 512, "decode_sms": (48,)}
+    config = EngineConfig(
+        model=str(model.folder),
+        tensor_parallel_size=2,
+        kv_cache_bytes=2**28,
+        **settings,  # type: ignore[arg-type]
+    )
+    table = profile_model(prepare_profile(config), file=tmp_path / "table.json", time_budget_s=20)
+    assert table.key.shape["num_ranks"] == 2
+    with make(model, "auto", perf_table=str(tmp_path / "table.json"), decode_sms=(48,)) as engine:
+        outputs = engine.generate(prompts(), GREEDY, use_tqdm=False)
     check_against_transformers(outputs, model)
 
 

@@ -1,5 +1,10 @@
-"""The bench of ``bullet-graph profile`` on the CPU, as far as it goes there: the largest forwards that it measures."""
+"""The bench of ``bullet-graph profile`` on the CPU, as far as it goes there: its largest forwards, and its ranks."""
 
+import queue
+import threading
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -11,11 +16,16 @@ pytest.importorskip("triton", reason="Triton is published for Linux only")
 from decoders import new_decoder
 from fakes.flashinfer_prefill import install
 
-from bullet_graph.config import KV_BLOCK_TOKENS
+from bullet_graph.config import KV_BLOCK_TOKENS, EngineConfig
+from bullet_graph.errors import PartitionError
 from bullet_graph.models.presets import PRESETS
 from bullet_graph.perf.profile_plan import ProfileLimits, ProfilePoint
-from bullet_graph.runtime.bursts import Workbench
+from bullet_graph.runtime import profile
+from bullet_graph.runtime.build import plan_ledger
+from bullet_graph.runtime.bursts import FedLane, Workbench
+from bullet_graph.runtime.resolve import resolve
 from bullet_graph.runtime.rows import lay_out
+from bullet_graph.runtime.tensor_parallel import of_rank
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="runs Triton's interpreter")
 
@@ -42,3 +52,99 @@ def test_a_prompt_beside_the_most_rows_that_decode(monkeypatch: pytest.MonkeyPat
     # All of them are sampled, and one more.
     assert logits.shape == (MAX_BATCH_SIZE + 1, config.vocab_size)
     assert logits.isfinite().all()
+
+
+SLOW = "slow rank"
+
+
+class FakeEvent:
+    """Is done 2 ms after it is recorded; a millisecond lies between two, and three on the slow rank."""
+
+    def __init__(self, **_: bool) -> None:
+        pass
+
+    def record(self) -> None:
+        self.done_s = time.perf_counter() + 0.002
+
+    def query(self) -> bool:
+        return time.perf_counter() > self.done_s
+
+    def elapsed_time(self, _: "FakeEvent") -> float:
+        return 31.0 if threading.current_thread().name == SLOW else 10.0
+
+
+class BareBench(Workbench):
+    """Launches nothing, but notes it."""
+
+    def __init__(self, ranks: Any = None) -> None:
+        self._ranks = ranks
+        self.launched: list[int] = []
+
+    def lanes(self, point: ProfilePoint, announce: Callable[[int], object] = lambda _: None) -> list[FedLane]:
+        def lane(index: int) -> FedLane:
+            return FedLane(None, lambda: self.launched.append(index), lambda: announce(index))  # type: ignore[arg-type]
+
+        return [lane(index) for index in range(2 if point.kind == "split" else 1)]
+
+
+class OtherRank:
+    """Stands in for the ranks: one, a thread."""
+
+    def __init__(self) -> None:
+        self.messages: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self.replies: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self.bench = BareBench()
+        arguments = (self.messages.get, self.replies.put)
+        self.thread = threading.Thread(target=self.bench.follow, args=arguments, name=SLOW)
+        self.thread.start()
+        self.watched, self.check = nullcontext, lambda: None
+
+    def send(self, *message: Any) -> None:
+        self.messages.put(message)
+
+    def gather(self, name: str) -> list[Any]:
+        reply = self.replies.get(timeout=10)
+        assert reply[0] == name
+        return [reply]
+
+
+@pytest.mark.parametrize("kind", ["decode", "split"])
+def test_the_other_ranks_replay_every_launch_and_the_slowest_counts(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, fake in (("Event", FakeEvent), ("stream", nullcontext), ("synchronize", lambda: None)):
+        monkeypatch.setattr(torch.cuda, name, fake)
+    point = ProfilePoint(kind, batch_size=1)
+    alone = BareBench().measure(point, 0.01)
+    other = OtherRank()
+    bench = BareBench(other)
+    times = bench.measure(point, 0.01)
+    other.send("stop")
+    other.thread.join()
+    assert len(times) == len(alone) == (2 if kind == "split" else 1)
+    assert other.bench.launched == bench.launched
+    assert len(bench.launched) > 5 * len(times)
+    # As many steps are timed on both ranks; the time is the slow one's.
+    for index, ms in enumerate(times):
+        steps = 31 / ms
+        assert steps == pytest.approx(round(steps))
+        assert 3 <= steps < bench.launched.count(index)
+
+
+def test_ranks_that_profile_agree_and_fail_together() -> None:
+    config = EngineConfig(
+        model="tiny", device="cpu", tensor_parallel_size=2, kv_cache_bytes=2**20, max_model_len=64, cpu_threads=1
+    )
+    whole = resolve(config)
+    runtime = of_rank(config, whole, 0)
+    ledger = plan_ledger(replace(config, kv_cache_bytes=2**21), runtime)
+    room = plan_ledger(config, runtime).num_kv_blocks
+    assert room < ledger.num_kv_blocks
+
+    def run() -> None:
+        with profile._on_ranks(profile.Prepared(config, runtime, ledger)) as (prepared, ranks):
+            assert prepared.ledger.num_kv_blocks == room
+            assert ranks is not None
+            ranks.gather("times")
+
+    # On the CPU, the other rank has no partitions.
+    with pytest.raises(PartitionError, match="rank 1: "):
+        run()

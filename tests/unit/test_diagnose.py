@@ -1,6 +1,7 @@
 """What the doctor makes of machines that are complete, incomplete and broken."""
 
 import dataclasses
+import itertools
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -11,10 +12,11 @@ from fakes.machines import DRIVER, GPU, asked_for, complete_machine, finding, no
 from bullet_graph.config import EngineConfig
 from bullet_graph.partition.offsets import TrustedOffset
 from bullet_graph.runtime.diagnose import Level, diagnose
-from bullet_graph.runtime.machine import BackendCheck, CacheFolder, PartitionChecks, SizeCheck
+from bullet_graph.runtime.machine import BackendCheck, CacheFolder, GpuPair, PartitionChecks, SeveralGpus, SizeCheck
 from bullet_graph.runtime.resolve import FLASHINFER_RELEASE
 
 GREEN, YELLOW, RED = Level.GREEN, Level.YELLOW, Level.RED
+FOUR = asked_for(tensor_parallel_size=4)
 AUTO, CPU, CUDA = asked_for(), asked_for(device="cpu"), asked_for(device="cuda")
 TINY = asked_for(model="tiny")
 
@@ -43,6 +45,13 @@ def partitions(*backends: BackendCheck, choice: str) -> dict[str, Any]:
     good = complete_machine().partitions
     assert good is not None
     return {"partitions": dataclasses.replace(good, backends=(*backends, *good.backends[1:]), choice=choice)}
+
+
+def several(link: bool | None = True, *, pcie: int = 0, nccl: str | None = "2.28.3", **changes: Any) -> dict[str, Any]:
+    """Four GPUs that are linked so, but for the first pairs, which have PCIe without peer access."""
+    pairs = [GpuPair(pair, link, True) for pair in itertools.combinations(range(4), 2)]
+    pairs[:pcie] = [GpuPair(pair.gpus, False, False) for pair in pairs[:pcie]]
+    return {"several_gpus": SeveralGpus((changes.get("first", GPU.name), *[GPU.name] * 3), tuple(pairs), nccl)}
 
 
 def flashinfer(version: str | None) -> dict[str, Any]:
@@ -115,6 +124,31 @@ CASES = {
     "no bfloat16": case(gpu(compute_capability=(7, 5)), ("GPU", YELLOW, "--dtype float16")),
     "a busy GPU": case(gpu(free_bytes=60 * 1024**3), ("GPU memory", YELLOW, "nvidia-smi")),
     "one GPU of several": case(gpu(num_gpus=4), ("GPU", GREEN, "one of 4")),
+    "several GPUs": case(
+        several(),
+        ("links", GREEN, "^NVLink between all 4 GPUs$"),
+        ("peer access", GREEN, "^between all 4 GPUs$"),
+        ("NCCL", GREEN, "^2.28.3$"),
+        ("tensor parallelism", GREEN, "can work, with up to 4 ranks"),
+        asked=FOUR,
+    ),
+    "some GPUs without NVLink": case(
+        several(pcie=2),
+        ("links", YELLOW, "^NVLink between 0-3, 1-2, 1-3, 2-3; PCIe between 0-1, 0-2 sums"),
+        ("peer access", YELLOW, "^not between 0-1, 0-2 NCCL goes through"),
+        asked=FOUR,
+    ),
+    "links unknown": case(several(None), ("links", YELLOW, "^unknown between all 4 GPUs NVML does not tell")),
+    "no NCCL": case(
+        several(nccl=None), ("NCCL", YELLOW, "^none this torch"), ("tensor parallelism", YELLOW, "^cannot work")
+    ),
+    "no NCCL, but ranks asked for": case(
+        several(nccl=None), ("NCCL", RED, ""), ("tensor parallelism", RED, ""), asked=FOUR
+    ),
+    "GPUs of two kinds": case(
+        several(first="NVIDIA H100"), ("kinds", YELLOW, "^NVIDIA H100 and NVIDIA H200 ranks wait")
+    ),
+    "too few GPUs": case({}, ("--tensor-parallel-size 4", RED, "torch sees 1$"), asked=FOUR),
     "a GPU that cannot be used": case(BUSY, ("GPU", RED, "device busy")),
     "a driver without a release": case(NO_RELEASE, ("NVIDIA driver", YELLOW, "use green$")),
     "no GPU": case(WITHOUT_GPU, ("GPU", GREEN, "no NVIDIA GPU: the engine runs on the CPU")),

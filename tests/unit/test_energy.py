@@ -11,7 +11,14 @@ from types import ModuleType
 
 import pytest
 
-from bullet_graph.perf.energy import DeviceMonitor, DeviceReport, NvmlProbe, SampleRange, nvml_driver_version
+from bullet_graph.perf.energy import (
+    DeviceMonitor,
+    DeviceReport,
+    NvmlProbe,
+    SampleRange,
+    linked_by_nvlink,
+    nvml_driver_version,
+)
 
 
 class FakeNvml(ModuleType):
@@ -22,6 +29,7 @@ class FakeNvml(ModuleType):
 
     NVML_CLOCK_SM = 1
     NVML_TEMPERATURE_GPU = 0
+    NVML_P2P_CAPS_INDEX_NVLINK, NVML_P2P_STATUS_OK = 2, 0
 
     class NVMLError(Exception):
         pass
@@ -31,6 +39,7 @@ class FakeNvml(ModuleType):
         self.refused: tuple[str, ...] = ()
         self.num_open = 0
         self.clocks_mhz = itertools.count(1900, -100)
+        self.links = iter((0, 5))
         self.energies_mj = itertools.count(5_000, 2_500)
         self.powers_mw = itertools.chain([345_678, None], itertools.repeat(345_678))
         self.second_power = threading.Event()
@@ -39,6 +48,7 @@ class FakeNvml(ModuleType):
         expected, answers = {
             "nvmlSystemGetDriverVersion": ((), itertools.repeat("580.1")),
             "nvmlDeviceGetHandleByUUID": (("GPU-ab",), itertools.repeat("gpu")),
+            "nvmlDeviceGetP2PStatus": (("gpu", "gpu", self.NVML_P2P_CAPS_INDEX_NVLINK), self.links),
             "nvmlDeviceGetClockInfo": (("gpu", self.NVML_CLOCK_SM), self.clocks_mhz),
             "nvmlDeviceGetPowerUsage": (("gpu",), self.powers_mw),
             "nvmlDeviceGetTemperature": (("gpu", self.NVML_TEMPERATURE_GPU), itertools.repeat(61)),
@@ -131,3 +141,12 @@ def test_without_library_package_or_gpu_there_is_no_probe_and_no_version(
     assert (nvml_driver_version(), NvmlProbe.open("ab")) == (None, None)
     monkeypatch.setitem(sys.modules, "pynvml", None)
     assert (nvml_driver_version(), NvmlProbe.open("ab")) == (None, None)
+
+
+def test_links_between_gpus(nvml: FakeNvml, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert [linked_by_nvlink("ab", "GPU-ab") for _ in range(2)] == [True, False]
+    nvml.refused = ("nvmlDeviceGetP2PStatus",)
+    assert linked_by_nvlink("ab", "ab") is None
+    assert not nvml.num_open
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    assert linked_by_nvlink("ab", "ab") is None

@@ -25,7 +25,9 @@ from bullet_graph.runtime import machine as machine_module
 from bullet_graph.runtime.diagnose import Level, diagnose
 from bullet_graph.runtime.machine import (
     CacheFolder,
+    GpuPair,
     PartitionChecks,
+    SeveralGpus,
     cache_folders,
     check_partitions,
     default_decode_sms,
@@ -210,9 +212,12 @@ def torch_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch sees a GPU."""
     properties = SimpleNamespace(name="H200", major=9, minor=0, multi_processor_count=132, total_memory=9, uuid="GPU-1")
     answers = {"is_available": True, "current_device": 0, "get_device_properties": properties}
-    for name, value in (answers | {"mem_get_info": (5, 9), "device_count": 2}).items():
+    answers |= {"mem_get_info": (5, 9), "device_count": 2, "can_device_access_peer": True}
+    for name, value in answers.items():
         monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
     monkeypatch.setattr(machine_module, "_gpu_path_problem", lambda: "ImportError: that")
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 28, 3))
 
 
 @pytest.mark.usefixtures("torch_gpu")
@@ -222,6 +227,8 @@ def test_looking_at_a_gpu(gpu: FakeDriver, take: Take) -> None:
     machine = look_around(asked)
     assert machine.uses_gpu
     assert machine.gpu == dataclasses.replace(GPU, name="H200", total_bytes=9, free_bytes=5, num_gpus=2)
+    # Without NVML.
+    assert machine.several_gpus == SeveralGpus(("H200", "H200"), (GpuPair((0, 1), None, True),), "2.28.3")
     assert machine.gpu_path_problem == "ImportError: that"
     assert machine.ledger is None
     assert machine.partitions is not None

@@ -12,6 +12,7 @@ from fakes.perf_tables import H200_KEY, LLAMA_8B, h200_table, interrupted_table
 
 from bullet_graph.errors import PerfTableError
 from bullet_graph.models.presets import PRESETS
+from bullet_graph.models.sharding import shard
 from bullet_graph.perf import table as tables
 from bullet_graph.perf.table import (
     DecodePoint,
@@ -177,6 +178,22 @@ def test_shape_numbers_and_file_names() -> None:
     }
     for gpu, short in (("NVIDIA H200", "h200"), ("h200", "h200"), ("NVIDIA H100 80GB HBM3", "h100-80gb-hbm3")):
         assert table_file_name(gpu, "/models/tiny", "float32") == f"{short}_tiny_float32.json"
+
+
+def test_a_table_of_other_ranks_is_refused() -> None:
+    moe, names = PRESETS["qwen3-30b-a3b"], []
+    for ranks in ({}, {"num_ranks": 2}, {"num_ranks": 2, "expert_parallel": True}):
+        of_rank = shard(moe, ranks.get("num_ranks", 1), 0, expert_parallel=ranks.get("expert_parallel", False))
+        numbers = shape_numbers(of_rank)
+        names.append(format_name("bfloat16", numbers))
+        assert numbers.keys() - shape_numbers(moe).keys() == ranks.keys()
+    assert names == ["bfloat16", "bfloat16-tp2", "bfloat16-ep2"]
+    on_two = replace(H200_KEY, shape=shape_numbers(shard(PRESETS["llama-3.1-8b"], 2, 0)))
+    with pytest.raises(PerfTableError, match="conditions: tensor_parallel_size 2 required, 1 found"):
+        require_match(h200_table(), on_two)
+    by_expert = replace(H200_KEY, shape=numbers)
+    with pytest.raises(PerfTableError, match="expert_parallel True required, False found; tensor_parallel_size 2"):
+        require_match(h200_table(), by_expert)
 
 
 def test_tables_are_found_by_name_or_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -97,6 +97,19 @@ def test_both_operations_agree_with_arithmetic(rows: int, top_k: int) -> None:
     assert_close(TritonOps().experts(x, experts), expected)
 
 
+def test_experts_that_ranks_divide_add_up() -> None:
+    x, experts = rows_of(20), layer(6, 3)
+    logits, tiling = TorchOps.linear(x, experts.router), ((float("inf"), small(16), small(16)),)
+    total = torch.zeros(x.shape, dtype=torch.float64, device=DEVICE)
+    for first, count in ((0, 2), (2, 3), (5, 1)):
+        gate_up, down = (Linear(one.weight[first : first + count]) for one in (experts.gate_up, experts.down))
+        own = experts._replace(gate_up=gate_up, down=down, first=first)
+        out = experts_output(x, logits, own, tilings=tiling)
+        assert_close(out, TorchOps().experts(x, own).double())
+        total += out.double()
+    assert_close(total, expected_output(x, logits, experts))
+
+
 def test_counts_of_many_programs_and_many_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Three programs of 16 rows, whose counts are read one by one, and more blocks than a program describes at once."""
     monkeypatch.setattr(triton_moe, "_COUNTS", 1)
