@@ -273,7 +273,7 @@ is longer. The last column has what is worse by more than 2 % at the highest loa
 FLEETS = """
 ## Sharing each GPU, or dividing the fleet
 
-Simulated by `bullet-graph fleet` from the H200's tables for llama-3.1-8b: goodput_90 per GPU, within 5 %. "Shared":
+Simulated by `python -m bench.fleet` from the H200's tables for llama-3.1-8b: goodput_90 per GPU, within 5 %. "Shared":
 each GPU runs `auto`. "Divided": at GB/s of each GPU's link, with the best number of prefill GPUs (in brackets). Bold:
 sharing wins. \\*: less than 120 s of arrivals.
 

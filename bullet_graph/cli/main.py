@@ -19,7 +19,6 @@ _COMMANDS = {
     "batch": ("batch:batch", "Answer the rows of files, on one machine or a Ray cluster."),
     "doctor": ("doctor:doctor", "Check what works on this machine, and say how to mend the rest."),
     "explain": ("explain:explain", "Sum up a decision trace."),
-    "fleet": ("fleet:fleet", "Serve a trace on many simulated GPUs: sharing each, or dividing them."),
     "generate": ("generate:generate", "Continue prompts, printing text as it comes."),
     "profile": ("profile:profile", "Measure this GPU for the planner and the simulator."),
     "serve": ("serve:serve", "Serve a model over HTTP, with OpenAI's interface."),

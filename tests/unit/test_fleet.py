@@ -10,14 +10,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cli_runner import parsed, refused, run
+from cli_runner import parsed, refused
+from click.testing import CliRunner, Result
 from fakes.perf_tables import LLAMA_8B
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bench.fleet.command import fleet
+from bench.fleet.divided import Link, balanced, best_split, decode, decode_machine, prefill, prefill_machine
+from bench.fleet.shared import Fleet, Outcome, Router, Traffic, in_processes, share
 from bullet_graph.config import Policy
-from bullet_graph.engine.divided import Link, balanced, best_split, decode, decode_machine, prefill, prefill_machine
-from bullet_graph.engine.fleet import Fleet, Outcome, Router, Traffic, in_processes, share
 from bullet_graph.engine.simulation import SimulationSettings, simulate
 from bullet_graph.errors import ConfigError
 from bullet_graph.perf.predict import TableModel
@@ -293,7 +295,12 @@ def test_a_request_that_no_engine_takes_fails_alone() -> None:
 
 # ---- the command ----
 
-SMALL = ("fleet", "--trace", "synthetic:code", "--goodput", "ttft:500", "tpot:15", "--num-prompts", "20", "--smoke")
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(fleet, arguments)
+
+
+SMALL = ("--trace", "synthetic:code", "--goodput", "ttft:500", "tpot:15", "--num-prompts", "20", "--smoke")
 
 
 def test_the_command_compares_fleets() -> None:
@@ -330,11 +337,11 @@ def test_wrong_options_are_refused(arguments: tuple[str, ...], message: str) -> 
 
 
 def test_targets_are_required() -> None:
-    assert "--goodput" in refused(run("fleet", "--trace", "synthetic:conv", "--rate-per-machine", "1"))
+    assert "--goodput" in refused(run("--trace", "synthetic:conv", "--rate-per-machine", "1"))
 
 
 def test_the_command_imports_no_torch() -> None:
     arguments = [*SMALL, "--machines", "2", "--rate-per-machine", "10", "--json"]
-    code = f"import sys\nfrom bullet_graph.cli.main import main\nmain({arguments!r}, standalone_mode=False)\n"
+    code = f"import sys\nfrom bench.fleet.command import fleet\nfleet({arguments!r}, standalone_mode=False)\n"
     done = subprocess.run([sys.executable, "-c", code + "assert 'torch' not in sys.modules"], capture_output=True)
     assert done.returncode == 0, done.stderr.decode()

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from bullet_graph.engine.fleet import Fleet, Outcome, Traffic, in_processes
+from bench.fleet.shared import Fleet, Outcome, Traffic, in_processes
 from bullet_graph.engine.replay import Replay, require_forced_length
 from bullet_graph.errors import ConfigError, RequestError
 from bullet_graph.perf.metrics import RequestMetrics, ServedRequest

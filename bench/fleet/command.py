@@ -1,4 +1,4 @@
-"""``bullet-graph fleet``: a trace on many GPUs that need not be there, each shared or the fleet divided."""
+"""``python -m bench.fleet``: a trace on many GPUs that need not be there, each shared or the fleet divided."""
 
 import gc
 import math
@@ -12,6 +12,9 @@ from typing import Any
 
 import click
 
+from bench.fleet.divided import Link, balanced, best_split, decode, prefill
+from bench.fleet.shared import Fleet, Outcome, RouterName, Traffic, share
+from bullet_graph.cli.main import ErrorReporting
 from bullet_graph.cli.options import COUNT, result_options
 from bullet_graph.cli.replay_options import (
     GoodputCommand,
@@ -25,8 +28,6 @@ from bullet_graph.cli.result_file import Output
 from bullet_graph.cli.simulate import Simulator, machine_options
 from bullet_graph.cli.tables import figure, goodput_text, print_line, print_table, table_of
 from bullet_graph.config import EngineConfig, Policy
-from bullet_graph.engine.divided import Link, balanced, best_split, decode, prefill
-from bullet_graph.engine.fleet import Fleet, Outcome, RouterName, Traffic, share
 from bullet_graph.errors import ConfigError
 from bullet_graph.models.config import DTYPE_BYTES
 from bullet_graph.perf.goodput_search import (
@@ -136,7 +137,7 @@ class Comparison:
         fields = replayed.result(
             replace(arrivals, request_rate=part * (arrivals.request_rate or 0.0)),
             started=datetime.now(),
-            backend="bullet-graph fleet",
+            backend="python -m bench.fleet",
             model_id=self._simulator.config.model,
         ).fields()
         seconds = time.perf_counter() - started
@@ -147,7 +148,11 @@ class Comparison:
         return own | {field: fields[field] for field in _FIGURES} | dict(outcome.counters)
 
 
-@click.command(cls=GoodputCommand)
+class _FleetCommand(ErrorReporting, GoodputCommand):
+    """It reports errors as ``bullet-graph`` does."""
+
+
+@click.command(cls=_FleetCommand, context_settings={"help_option_names": ["-h", "--help"], "show_default": True})
 @trace_option
 @num_prompts_option
 @goodput_option
@@ -209,10 +214,10 @@ def fleet(
 
     \b
     Examples:
-      bullet-graph fleet --trace synthetic:conv --machines 10 --rate-per-machine 20 --goodput ttft:500 tpot:15
-      bullet-graph fleet --trace synthetic:code --machines 10 --machines 100 --sweep --first-rate 13 \\
+      python -m bench.fleet --trace synthetic:conv --machines 10 --rate-per-machine 20 --goodput ttft:500 tpot:15
+      python -m bench.fleet --trace synthetic:code --machines 10 --machines 100 --sweep --first-rate 13 \\
           --transfer-gb-per-s 25 --transfer-gb-per-s 400 --goodput ttft:500 tpot:15 --output-json code.json
-      bullet-graph fleet --trace azure:conv --machines 4 --prefill-machines none --rate-per-machine 18 --smoke \\
+      python -m bench.fleet --trace azure:conv --machines 4 --prefill-machines none --rate-per-machine 18 --smoke \\
           --num-prompts 200 --goodput ttft:500 tpot:15 --json
     """
     simulated = {name: settings.pop(name) for name in ("gpu", "trace", "num_prompts", "host_overhead_ms")}
