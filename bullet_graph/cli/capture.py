@@ -26,6 +26,7 @@ from bullet_graph.runtime.capture_build import build_entry
 from bullet_graph.runtime.fingerprint import fingerprint_of, on_this_machine
 from bullet_graph.runtime.memory import format_bytes
 from bullet_graph.runtime.resolve import resolve
+from bullet_graph.runtime.tensor_parallel import of_rank
 
 tell = functools.partial(click.echo, err=True)
 
@@ -45,14 +46,15 @@ cache_dir_option = click.option(
 
 
 @click.command()
-@engine_options(max_num_seqs=256, without=("trace_decisions", "capture_cache", "self_check", "tensor_parallel_size"))
+@engine_options(max_num_seqs=256, without=("trace_decisions", "capture_cache", "self_check"))
 @cache_dir_option
 @json_option
 def build(config: EngineConfig, store: CaptureStore, as_json: bool) -> None:
     """Compile, tune and collect what an engine of these settings needs, so that its start compiles nothing.
 
     An entry serves engines with the same model, dtype and capture plan. At the end, the logits of each captured batch
-    size are compared with those of the uncompiled model. On the CPU, --compile is implied.
+    size are compared with those of the uncompiled model. On the CPU, --compile is implied. Each rank of tensor
+    parallelism builds an entry of its own.
 
     \b
     Examples:
@@ -171,12 +173,17 @@ def _show(entry: Entry, *, as_json: bool) -> None:
 
 
 @click.command()
-@setting_options("model", "revision", "dtype", "quantization", "kv_cache_dtype", "device")
+@setting_options(
+    *("model", "revision", "dtype", "quantization", "kv_cache_dtype", "device"),
+    *("tensor_parallel_size", "expert_parallel"),
+)
 @click.option("--plan", "plan_name", metavar="FILE.toml|NAME", help="The engine's capture plan.  [default: any]")
 @cache_dir_option
 @json_option
 def explain(plan_name: str | None, store: CaptureStore, as_json: bool, **settings: Any) -> None:
     """Tell why a capture cache fits this machine or does not, component by component. Exit code 1 if none fits.
+
+    Of several ranks, rank 0's entry is looked for.
 
     \b
     Examples:
@@ -185,7 +192,8 @@ def explain(plan_name: str | None, store: CaptureStore, as_json: bool, **setting
       bullet-graph capture explain --model llama-3.1-8b --plan plan.toml
     """
     with contextlib.redirect_stdout(sys.stderr):
-        here = fingerprint_of(resolve(EngineConfig(**settings)))
+        config = EngineConfig(**settings)
+        here = fingerprint_of(of_rank(config, resolve(config), 0))
     plan = None if plan_name is None else dataclasses.asdict(load_plan(plan_name))
     lookup = store.find(here, plan)
     entry, differences = lookup.nearest, lookup.differences
@@ -414,7 +422,8 @@ def _title(entry: Entry) -> str:
     # An imported manifest may say anything.
     named = model if isinstance(model, str) and model.isprintable() else values.get("model", "?")
     where = values.get("gpu") or values.get("host_cpu") or values.get("device", "?")
-    return f"{named}, {values.get('dtype', '?')}, {where}"
+    rank = f", rank {values['rank']}" if "rank" in values else ""
+    return f"{named}, {values.get('dtype', '?')}{rank}, {where}"
 
 
 def _age_text(moment: datetime) -> str:

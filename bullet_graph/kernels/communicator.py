@@ -51,6 +51,15 @@ ALONE: Communicators = MappingProxyType({})
 """Those of an engine with one rank."""
 
 
+def on_all_ranks(communicators: Communicators, holds: bool, device: torch.device) -> bool:
+    """Whether something holds on every rank; all ranks must ask at the same time."""
+    communicator = communicators.get("decode")
+    if communicator is None:
+        return holds
+    count = communicator.all_reduce(torch.tensor([int(holds)], device=device))
+    return int(count) == communicator.num_ranks
+
+
 class GroupCommunicator(Communicator):
     """The collectives of a process group of torch: gloo on the CPU, NCCL on GPUs.
 

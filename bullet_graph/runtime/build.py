@@ -95,6 +95,7 @@ def build_executor(
         open_captures,
         partial(build, config, runtime, performance, ledger, communicators, progress, clock),
         clock,
+        communicators,
     )
     return replace(built, compiles=compiles, cache_use=cache_use, self_check=None)
 
@@ -233,7 +234,9 @@ def _build_cpu(
     if functions:
         # Of one row, nothing is compiled.
         sizes = batch_size_buckets(config.max_num_seqs)[1:] or (2,)
-        check = SelfCheck(decoder, partial(reference_logits, decoder, functions["decode"]), sizes)
+        check = SelfCheck(
+            decoder, partial(reference_logits, decoder, functions["decode"]), sizes, communicators.get("decode")
+        )
     return BuiltRuntime(executor, ledger, performance, self_check=check)
 
 
@@ -281,7 +284,7 @@ def _build_cuda(
     lane_sms = {(lane, p): backend.expected_sms(lane, p) for p in plan.batch_sizes for lane in LANES}
     check = None
     if config.cuda_graphs:
-        check = SelfCheck(decoder, executor.self_check_logits, plan.batch_sizes[WHOLE_GPU])
+        check = SelfCheck(decoder, executor.self_check_logits, plan.batch_sizes[WHOLE_GPU], communicators.get("decode"))
     return BuiltRuntime(executor, ledger, performance, why, executor.capture, lane_sms, self_check=check)
 
 

@@ -18,6 +18,7 @@ from bullet_graph.captures.manifest import Manifest, entry_id, list_files
 from bullet_graph.captures.store import FILES_NAME, CaptureStore, Entry, file_errors
 from bullet_graph.config import KV_BLOCK_TOKENS, EngineConfig
 from bullet_graph.graphs.compile_counts import CompileCounter, CompileCounts
+from bullet_graph.kernels.communicator import ALONE, Communicators, on_all_ranks
 from bullet_graph.kernels.flashinfer_attention import needed_modules
 from bullet_graph.kernels.gpu import Gpu
 from bullet_graph.partition import offsets
@@ -40,11 +41,13 @@ from bullet_graph.runtime.capture_cache import (
 )
 from bullet_graph.runtime.executor import Executor
 from bullet_graph.runtime.fingerprint import fingerprint_of
+from bullet_graph.runtime.memory import MemoryLedger
 from bullet_graph.runtime.performance import ROOFLINE, find_performance, table_file
 from bullet_graph.runtime.resolve import Runtime, resolve
 from bullet_graph.runtime.rows import Chunk, make_batches
 from bullet_graph.runtime.self_check import SEED, STEPS, SelfCheckPoint
 from bullet_graph.runtime.step import Placement, SlotInit, Step
+from bullet_graph.runtime.tensor_parallel import agreed, of_rank, other_ranks
 
 
 def build_entry(
@@ -52,14 +55,40 @@ def build_entry(
 ) -> tuple[Entry, CompileCounts | None]:
     """Build the entry that an engine of this configuration starts from; tells a line when it waits for another builder.
 
-    The configuration's ``capture_cache``, ``self_check`` and ``ready`` are ignored: all batch sizes are checked.
+    Each rank of tensor parallelism builds its own, and rank 0's is returned. The configuration's ``capture_cache``,
+    ``self_check`` and ``ready`` are ignored: all batch sizes are checked.
     Returns the entry, and what was compiled for it; None where it was finished before.
 
     Raises CacheError where the store cannot be written, or what was compiled does not compute the model, and any error
     of an engine of this configuration.
     """
-    start_s = time.perf_counter()
     runtime = resolve(config)
+    if config.tensor_parallel_size == 1:
+        return build_for_rank(config, runtime, store, progress=progress, tell=tell)
+    with other_ranks(config, runtime, lambda other: ("build", config, other, store.root)) as ranks:
+
+        def connect() -> Communicators:
+            ranks.connect(runtime.device)
+            return ranks.communicators
+
+        own, agree = of_rank(config, runtime, 0), partial(agreed, ranks)
+        built = build_for_rank(config, own, store, progress=progress, tell=tell, connect=connect, agree=agree)
+        ranks.gather("built")
+        return built
+
+
+def build_for_rank(
+    config: EngineConfig,
+    runtime: Runtime,
+    store: CaptureStore,
+    *,
+    progress: bool,
+    tell: Callable[[str], None],
+    connect: Callable[[], Communicators] = lambda: ALONE,
+    agree: Callable[[MemoryLedger], MemoryLedger] = lambda ledger: ledger,
+) -> tuple[Entry, CompileCounts | None]:
+    """As :func:`build_entry`, on one rank; rank 0 connects to the others once no other process builds its entry."""
+    start_s = time.perf_counter()
     # On the CPU, only compiled layers are worth keeping.
     is_gpu = runtime.device.type == "cuda"
     config = dataclasses.replace(
@@ -70,10 +99,11 @@ def build_entry(
     plan = artifact_plan(config, runtime, performance)
     name = entry_id(here, plan)
     with store.building(name, tell=tell) as staged:
-        there = store.whole(name)
-        if there is not None:
+        communicators, there = connect(), store.whole(name)
+        is_everywhere = on_all_ranks(communicators, there is not None, runtime.device)
+        if there is not None and is_everywhere:
             return there, None
-        compiles, points = _fill(staged / FILES_NAME, config, runtime, progress)
+        compiles, points = _fill(staged / FILES_NAME, config, runtime, progress, communicators, agree)
         checked = None
         if points:
             errors = {str(point.batch_size): point.relative_error for point in points}
@@ -92,7 +122,12 @@ def build_entry(
 
 
 def _fill(
-    files: Path, config: EngineConfig, runtime: Runtime, progress: bool
+    files: Path,
+    config: EngineConfig,
+    runtime: Runtime,
+    progress: bool,
+    communicators: Communicators,
+    agree: Callable[[MemoryLedger], MemoryLedger],
 ) -> tuple[CompileCounts, tuple[SelfCheckPoint, ...]]:
     """Start an engine that keeps everything in ``files``, and run each kind of forward."""
     is_gpu = runtime.device.type == "cuda"
@@ -110,6 +145,8 @@ def _fill(
                 on_ledger=lambda _: None,
                 clock=StartClock(),
                 open_captures=lambda *_: nullcontext(captured),
+                agree=agree,
+                communicators=communicators,
             )
             try:
                 exercise(

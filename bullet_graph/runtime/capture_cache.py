@@ -25,6 +25,7 @@ from bullet_graph.errors import CacheError, CaptureCacheWarning, DeviceError, Pa
 from bullet_graph.graphs.capture_plan import CapturePlan
 from bullet_graph.graphs.compile_counts import CompileCounter, CompileCounts
 from bullet_graph.graphs.compiled import CompiledPart, LayerPart, compile_ahead, compile_now, load_package
+from bullet_graph.kernels.communicator import ALONE, Communicators, on_all_ranks
 from bullet_graph.kernels.flashinfer_attention import ModuleSpec, load_module, needed_modules
 from bullet_graph.kernels.gpu import Gpu
 from bullet_graph.partition import offsets
@@ -257,9 +258,11 @@ def start_with_captures(
     open_captures: CaptureOpener,
     start: Callable[[CapturedStart], "BuiltRuntime"],
     clock: StartClock,
+    communicators: Communicators = ALONE,
 ) -> tuple["BuiltRuntime", CompileCounts, CacheUse]:
     """Start from a capture cache. Where that computes something else than the model, start again without it.
 
+    All ranks of tensor parallelism do the same, as each needs what the others compute.
     Returns the result of ``start``, what was compiled on the way, and what the cache gave.
     """
     gpu = runtime.device.type == "cuda"
@@ -271,11 +274,18 @@ def start_with_captures(
         with ExitStack() as opened:
             with noted("capture cache"):
                 captured = opened.enter_context(open_captures(config, runtime, plan))
+                found = captured.files is not None
+                if config.capture_cache is not None and found != on_all_ranks(communicators, found, runtime.device):
+                    captured = CapturedStart()
+                    captured.tell("everything is compiled, as another rank has no entry: see its warning")
             counter = opened.enter_context(CompileCounter(gpu=gpu))
             started = start(captured)
             undo.callback(started.executor.shutdown)
             with noted("self-check"):
                 holds = captured.holds(started.self_check)
+                if captured.files is not None and holds != on_all_ranks(communicators, holds, runtime.device):
+                    holds = False
+                    captured.tell("captures are compiled anew: they do not compute the model on another rank")
         if holds:
             undo.pop_all()
             return started, counter.counts, captured.use

@@ -42,7 +42,7 @@ def fingerprint_of(runtime: Runtime) -> dict[str, str]:
 def on_this_machine(fingerprint: Mapping[str, str]) -> dict[str, str]:
     """The fingerprint of an entry for the same model and dtype, if it were built here; raises likewise."""
     device = find_device("cpu" if fingerprint.get("device") == "cpu" else "auto")
-    model = {name: fingerprint[name] for name in ("model", "dtype") if name in fingerprint}
+    model = {name: fingerprint[name] for name in ("model", "dtype", "rank") if name in fingerprint}
     return {**machine_components(device), **model}
 
 
@@ -51,9 +51,11 @@ def model_components(model: ModelConfig, dtype: str) -> dict[str, str]:
     shape = dataclasses.asdict(model)
     # They change no kernel: the tokens that end an output, and the checkpoint's own dtype.
     del shape["eos_token_ids"], shape["dtype"]
-    # Of tensor parallelism, which takes no captures.
     del shape["num_ranks"], shape["expert_parallel"], shape["rank"], shape["whole"]
-    return {"model": f"{model.architecture} {model.num_layers}x{model.hidden_size} {digest(shape)}", "dtype": dtype}
+    named = {"model": f"{model.architecture} {model.num_layers}x{model.hidden_size} {digest(shape)}", "dtype": dtype}
+    if model.num_ranks > 1:
+        named["rank"] = f"{model.rank} of {model.num_ranks}{', with whole experts' * model.expert_parallel}"
+    return named
 
 
 def machine_components(device: torch.device) -> dict[str, str]:

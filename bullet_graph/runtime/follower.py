@@ -14,10 +14,12 @@ from typing import Any
 
 import torch
 
+from bullet_graph.captures.store import CaptureStore
 from bullet_graph.config import EngineConfig
 from bullet_graph.kernels.communicator import Communicators
 from bullet_graph.perf.start_report import StartClock
 from bullet_graph.runtime.build import build_executor, plan_ledger
+from bullet_graph.runtime.capture_build import build_for_rank
 from bullet_graph.runtime.executor import Executor
 from bullet_graph.runtime.memory import MemoryLedger, with_kv_blocks
 from bullet_graph.runtime.profile import Prepared
@@ -47,6 +49,8 @@ class Follower:
         kind, *values = self._messages.get()
         if kind == "profile":
             self._profile(*values)
+        elif kind == "build":
+            self._build_entry(*values)
         elif kind == "start":
             self._follow(self._build(*values))
 
@@ -87,14 +91,27 @@ class Follower:
         return built.executor
 
     @torch.inference_mode()
-    def _profile(self, prepared: Prepared, folder: Path) -> None:
-        communicators = self._connect(prepared.runtime, folder, torch.get_num_threads())
+    def _profile(self, prepared: Prepared, folder: Path, num_threads: int) -> None:
+        communicators = self._connect(prepared.runtime, folder, num_threads)
         prepared = replace(prepared, ledger=self._agree(plan_ledger(prepared.config, prepared.runtime)))
         # Imports the kernel libraries.
         from bullet_graph.runtime.bursts import open_workbench  # noqa: PLC0415
 
         with open_workbench(prepared, progress=False, communicators=communicators) as (bench, _):
             bench.follow(self._messages.get, self._connection.send)
+
+    def _build_entry(self, config: EngineConfig, runtime: Runtime, root: Path, folder: Path, num_threads: int) -> None:
+        communicators = self._connect(runtime, folder, num_threads)
+        build_for_rank(
+            config,
+            runtime,
+            CaptureStore(root),
+            progress=False,
+            tell=lambda _: None,
+            connect=lambda: communicators,
+            agree=self._agree,
+        )
+        self._connection.send(("built",))
 
     def _connect(self, runtime: Runtime, folder: Path, num_threads: int) -> Communicators:
         if runtime.device.type == "cpu":

@@ -31,7 +31,7 @@ from bullet_graph.runtime.memory import MemoryLedger
 from bullet_graph.runtime.performance import table_key
 from bullet_graph.runtime.ranks import Ranks
 from bullet_graph.runtime.resolve import Runtime, resolve
-from bullet_graph.runtime.tensor_parallel import agreed, failing_together, of_rank
+from bullet_graph.runtime.tensor_parallel import agreed, of_rank, other_ranks
 
 if TYPE_CHECKING:
     from bullet_graph.runtime.bursts import Workbench
@@ -138,15 +138,10 @@ def _on_ranks(prepared: Prepared) -> Iterator[tuple[Prepared, Ranks | None]]:
     if runtime.model.whole is None:
         yield prepared, None
         return
-    runtime = dataclasses.replace(runtime, model=runtime.model.whole)
-    others = [of_rank(config, runtime, rank) for rank in range(1, config.tensor_parallel_size)]
-    ranks = Ranks(config.tensor_parallel_size)
-    with failing_together(ranks):
-        for rank, of_other in enumerate(others, start=1):
-            ranks.send("profile", dataclasses.replace(prepared, runtime=of_other), ranks.folder, only=rank)
+    whole = dataclasses.replace(runtime, model=runtime.model.whole)
+    with other_ranks(config, whole, lambda other: ("profile", dataclasses.replace(prepared, runtime=other))) as ranks:
         ranks.connect(runtime.device)
         yield dataclasses.replace(prepared, ledger=agreed(ranks, prepared.ledger)), ranks
-    ranks.stop()
 
 
 def _profile(

@@ -48,8 +48,8 @@ _VERDICT_S = 0.2
 """Once a rank has failed, how long others may report that they failed before it."""
 
 Message = tuple[Any, ...]
-"""A name, then values. To them: start or profile, connect, blocks, then launch and prepare, or capture, measure, feed
-and times, and stop. Back: ready, blocks, built, times, failed."""
+"""A name, then values. To them: start, profile or build, connect, blocks, then launch and prepare, or capture, measure,
+feed and times, and stop. Back: ready, blocks, built, times, failed."""
 
 
 def shared_marks(folder: Path, num_ranks: int) -> "memoryview[int]":

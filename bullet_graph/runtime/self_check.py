@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from bullet_graph.kernels.communicator import Communicator
 from bullet_graph.kernels.ops import TorchOps
 from bullet_graph.models.decoder import Decoder
 from bullet_graph.models.layers import LayerFunctions, eager_functions
@@ -66,6 +67,7 @@ class SelfCheck:
     decoder: Decoder
     logits_of: StepLogits
     batch_sizes: tuple[int, ...]
+    communicator: Communicator | None = None
 
     @torch.inference_mode()
     def __call__(self, *, sample: bool) -> tuple[SelfCheckPoint, ...]:
@@ -117,7 +119,9 @@ class SelfCheck:
         # In one forward and without a library's attention: else these two would take most of a start's self-check,
         # seconds where cuDNN first builds its kernel.
         with sdpa_kernel(SDPBackend.MATH):
-            return reference_logits(self.decoder, eager_functions(TorchOps()), rows.token_ids, rows).float()
+            return reference_logits(
+                self.decoder, eager_functions(TorchOps(self.communicator)), rows.token_ids, rows
+            ).float()
 
 
 def reference_logits(decoder: Decoder, functions: LayerFunctions, token_ids: Int32Array, rows: Rows) -> Tensor:

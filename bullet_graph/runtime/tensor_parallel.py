@@ -8,12 +8,12 @@ from functools import partial
 import torch
 
 from bullet_graph.config import EngineConfig
-from bullet_graph.errors import BulletGraphError, ConfigError, DeviceError
+from bullet_graph.errors import BulletGraphError, DeviceError
 from bullet_graph.models.sharding import shard
 from bullet_graph.perf.start_report import StartClock
 from bullet_graph.runtime.build import BuiltRuntime, build_executor
 from bullet_graph.runtime.memory import MemoryLedger, with_kv_blocks
-from bullet_graph.runtime.ranks import RankedExecutor, Ranks
+from bullet_graph.runtime.ranks import Message, RankedExecutor, Ranks
 from bullet_graph.runtime.resolve import Runtime
 
 
@@ -32,8 +32,6 @@ def build_on_ranks(
     num_ranks = config.tensor_parallel_size
     if num_ranks == 1:
         return build_executor(config, runtime, progress=progress, on_ledger=on_ledger, clock=clock)
-    if config.capture_cache is not None:
-        raise ConfigError("capture_cache keeps what one rank compiles: leave it out, or take tensor_parallel_size=1")
     runtimes = [of_rank(config, runtime, rank) for rank in range(num_ranks)]
     if config.cpu_threads is not None:
         torch.set_num_threads(config.cpu_threads)
@@ -54,6 +52,23 @@ def build_on_ranks(
         )
         ranks.gather("built")
     return replace(built, executor=RankedExecutor(built.executor, ranks))
+
+
+@contextmanager
+def other_ranks(config: EngineConfig, runtime: Runtime, start: Callable[[Runtime], Message]) -> Iterator[Ranks]:
+    """Start the other ranks, each with a message about what it runs, and end them with the block.
+
+    ``runtime`` is that of the whole model. Raises as :func:`of_rank`.
+    """
+    runtimes = [of_rank(config, runtime, rank) for rank in range(1, config.tensor_parallel_size)]
+    if config.cpu_threads is not None:
+        torch.set_num_threads(config.cpu_threads)
+    ranks = Ranks(config.tensor_parallel_size)
+    with failing_together(ranks):
+        for rank, other in enumerate(runtimes, start=1):
+            ranks.send(*start(other), ranks.folder, torch.get_num_threads(), only=rank)
+        yield ranks
+    ranks.stop()
 
 
 @contextmanager

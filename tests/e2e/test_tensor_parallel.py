@@ -212,7 +212,6 @@ def test_an_error_of_a_start_is_the_rank_s_own(tmp_path: Path, monkeypatch: pyte
 def test_what_is_refused() -> None:
     for error, settings, message in (
         (ConfigError, {"num_ranks": 4}, "tensor_parallel_size=4 must divide .* 2 query heads"),
-        (ConfigError, {"capture_cache": "auto", "compile": True}, "leave it out, or take tensor_parallel_size=1"),
         (PerfTableError, {"perf_table": "a.json"}, "tables are measured on GPUs, but the device is the CPU"),
         (InsufficientMemoryError, {"kv_cache_bytes": 1000}, "short by"),
     ):

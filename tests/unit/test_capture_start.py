@@ -4,6 +4,9 @@ import json
 import os
 import shutil
 import sys
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +16,7 @@ import torch
 from caches import FINGERPRINT, PLAN, build
 from compiled_triton import run_compiled
 from fakes.flashinfer_package import FakeFlashInfer
+from ranks_in_threads import thread_communicators
 
 from bullet_graph.captures.store import CaptureStore
 from bullet_graph.config import EngineConfig
@@ -24,17 +28,20 @@ from bullet_graph.kernels.gpu import Gpu
 from bullet_graph.models.config import ModelConfig
 from bullet_graph.models.presets import PRESETS
 from bullet_graph.partition.offsets import DriverId, remember, remembered
+from bullet_graph.perf.start_report import StartClock
 from bullet_graph.perf.table import PerfTable, list_tables, read_table
 from bullet_graph.runtime import capture_cache
 from bullet_graph.runtime.capture_build import keep_attention
 from bullet_graph.runtime.capture_cache import (
     MEASURED,
+    CacheUse,
     CapturedStart,
     cached_perf_table,
     copy_kernels,
     library_caches,
     restore_mask_offset,
 )
+from bullet_graph.runtime.self_check import SelfCheckPoint
 
 LLAMA: ModelConfig = PRESETS["llama-3.1-8b"]
 ROW_PLAN = CapturePlan(
@@ -235,3 +242,52 @@ def test_a_library_of_flashinfer_s_that_cannot_be_loaded(flashinfer: FakeFlashIn
     assert len(captured.use.problems) == 1
     load_module(needed_modules(Gpu.of(RUNTIME.device), torch.bfloat16, LLAMA)[0])
     assert flashinfer.built == ["prefill_fa3_128"]
+
+
+# ---- several ranks ----
+
+
+@pytest.mark.parametrize(
+    ("found", "holds", "starts_from"),
+    [
+        ((True, True), (True, True), [[True], [True]]),
+        ((True, False), (True, True), [[False], [False]]),
+        ((True, True), (False, True), [[True, False], [True, False]]),
+    ],
+)
+def test_all_ranks_start_alike(
+    found: tuple[bool, bool], holds: tuple[bool, bool], starts_from: list[list[bool]], tmp_path: Path
+) -> None:
+    communicators = thread_communicators(2)
+    runtime: Any = SimpleNamespace(device=torch.device("cpu"))
+    config = EngineConfig(model="tiny", capture_cache="auto")
+
+    def run(rank: int) -> tuple[list[bool], CacheUse]:
+        started: list[bool] = []
+
+        def start(captured: CapturedStart) -> Any:
+            started.append(captured.files is not None)
+            points = (SelfCheckPoint(2, 0.0 if holds[rank] else 1.0, 0.1),)
+            return SimpleNamespace(executor=SimpleNamespace(shutdown=int), self_check=lambda **_: points)
+
+        captured = CapturedStart(tmp_path if found[rank] else None, self_check="all", use=CacheUse("some entry"))
+        given: tuple[Any, ...] = (runtime, {}, lambda *_: nullcontext(captured), start, StartClock())
+        _, _, use = capture_cache.start_with_captures(config, *given, communicators[rank])
+        return started, use
+
+    with warnings.catch_warnings(), ThreadPoolExecutor(2) as pool:
+        warnings.simplefilter("ignore", CaptureCacheWarning)
+        results = list(pool.map(run, range(2)))
+    assert [started for started, _ in results] == starts_from
+    for rank, (_, use) in enumerate(results):
+        if starts_from[rank][-1]:
+            assert use == CacheUse("some entry", use.self_check)
+        elif found[rank]:
+            assert use.entry_id is None
+            assert use.problems[0].startswith(
+                "everything is compiled, as another rank has no entry"
+                if False in found
+                else "captures are compiled anew: the self-check does not hold"
+                if not holds[rank]
+                else "captures are compiled anew: they do not compute the model on another rank"
+            )

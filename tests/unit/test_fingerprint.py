@@ -12,6 +12,7 @@ from torch._inductor import cpp_builder
 from bullet_graph.errors import DeviceError
 from bullet_graph.models.presets import PRESETS
 from bullet_graph.models.rope import Rope
+from bullet_graph.models.sharding import shard
 from bullet_graph.runtime import fingerprint as runtime_fingerprint
 from bullet_graph.runtime.fingerprint import (
     SOURCES,
@@ -74,6 +75,10 @@ def test_the_model_is_its_shape_alone() -> None:
     assert model_components(same, "bfloat16") == components
     other = dataclasses.replace(tiny, rope=Rope(5.0))
     assert model_components(other, "bfloat16")["model"] != components["model"]
+    assert "rank" not in components
+    for by_expert, rank in ((False, "1 of 2"), (True, "1 of 2, with whole experts")):
+        of_rank = shard(PRESETS["tiny-moe"], 2, 1, expert_parallel=by_expert)
+        assert model_components(of_rank, "bfloat16")["rank"] == rank
 
 
 def test_sources_are_there_and_change_the_digest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
