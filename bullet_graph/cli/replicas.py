@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from multiprocessing.connection import Connection, Pipe, wait
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
 from bullet_graph.cli import EXIT_ERROR
@@ -20,6 +20,7 @@ from bullet_graph.cli.engine_run import open_engine
 from bullet_graph.config import EngineConfig
 from bullet_graph.engine.async_engine import AsyncEngine
 from bullet_graph.errors import BulletGraphError, ConfigError
+from bullet_graph.runtime.ranks import start_process
 from bullet_graph.serve.access_log import log_requests
 from bullet_graph.serve.errors import ApiError
 from bullet_graph.serve.front import Front, Replica, front_app
@@ -59,7 +60,7 @@ def replicas(
         try:
             for each in range(number):
                 path = Path(folder) / f"{each}.sock"
-                connection, process = _start(gpus[each])
+                connection, process = start_process("bullet_graph.cli.replicas", **gpus[each])
                 connections.append(connection)
                 started.append(Replica(each, process, str(path)))
                 connection.send(Served(config, behind, path, access_log, warmup, quiet=each > 0))
@@ -98,12 +99,12 @@ def serve_replicas(
         DrainingServer(app, front, settings, abort=abort, on_started=on_started).run(sockets=[listener])
 
 
-def _gpus(number: int, config: EngineConfig) -> list[str | None]:
-    """CUDA_VISIBLE_DEVICES of each process; None: as it is here."""
+def _gpus(number: int, config: EngineConfig) -> list[dict[str, str]]:
+    """The environment of each process that shows it its GPUs."""
     import torch  # noqa: PLC0415
 
     if config.device == "cpu" or (config.device == "auto" and not torch.cuda.is_available()):
-        return [None] * number
+        return [{}] * number
     each = config.tensor_parallel_size
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
     found = [str(index) for index in range(torch.cuda.device_count())]
@@ -114,26 +115,8 @@ def _gpus(number: int, config: EngineConfig) -> list[str | None]:
             f"--data-parallel-size {number} with {each} GPUs an engine (--tensor-parallel-size) needs {number * each} "
             f"GPUs, and {len(found)} can be seen: give smaller numbers, or correct CUDA_VISIBLE_DEVICES"
         )
-    return [",".join(found[first : first + each]) for first in range(0, number * each, each)]
-
-
-def _start(gpus: str | None) -> tuple[Connection, "subprocess.Popen[bytes]"]:
-    ours, theirs = Pipe()
-    # Modules are found where this process finds them.
-    paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
-    visible = {} if gpus is None else {"CUDA_VISIBLE_DEVICES": gpus}
-    try:
-        # A process group of its own: an interrupt of the keyboard is for the front alone, which then drains.
-        process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "bullet_graph.cli.replicas", str(theirs.fileno())],
-            stdin=subprocess.DEVNULL,
-            env={**os.environ, "PYTHONPATH": paths, **visible},
-            pass_fds=(theirs.fileno(),),
-            process_group=0,
-        )
-    finally:
-        theirs.close()
-    return ours, process
+    parts = (found[first : first + each] for first in range(0, number * each, each))
+    return [{"CUDA_VISIBLE_DEVICES": ",".join(part)} for part in parts]
 
 
 def _wait_until_ready(connections: list[Connection]) -> None:

@@ -75,6 +75,28 @@ def make_communicators(folder: Path, rank: int, num_ranks: int, device: torch.de
     return made
 
 
+def start_process(module: str, *arguments: str, **environment: str) -> "tuple[Connection, subprocess.Popen[bytes]]":
+    """Run a module that serves one end of a pipe, whose file descriptor is its first argument; returns the other end.
+
+    It ends by itself when the other end closes.
+    """
+    ours, theirs = Pipe()
+    # Modules are found where this process finds them.
+    paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
+    try:
+        # A process group of its own: an interrupt of the keyboard is for this process alone.
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-m", module, str(theirs.fileno()), *arguments],
+            stdin=subprocess.DEVNULL,
+            env={**os.environ, "PYTHONPATH": paths, **environment},
+            pass_fds=(theirs.fileno(),),
+            process_group=0,
+        )
+    finally:
+        theirs.close()
+    return ours, process
+
+
 class Ranks:
     """Rank 0's view of the others; a thread watches them, and ends all of them once one has failed.
 
@@ -105,22 +127,8 @@ class Ranks:
         self._watcher.start()
 
     def _start(self, rank: int) -> None:
-        ours, theirs = Pipe()
-        command = [sys.executable, "-P", "-m", FOLLOWER, str(theirs.fileno()), str(rank)]
-        # Modules are found where this process finds them.
-        paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
-        self._connections.append(ours)
-        try:
-            # A process group of its own: an interrupt of the keyboard is for the engine's process alone.
-            process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                env={**os.environ, "PYTHONPATH": paths},
-                pass_fds=(theirs.fileno(),),
-                process_group=0,
-            )
-        finally:
-            theirs.close()
+        connection, process = start_process(FOLLOWER, str(rank))
+        self._connections.append(connection)
         self._processes.append(process)
 
     # ---- messages ----

@@ -7,8 +7,9 @@ gets no requests; the others go on.
 import asyncio
 import logging
 import subprocess
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
+from types import SimpleNamespace
 from urllib.parse import parse_qs
 
 import aiohttp
@@ -70,9 +71,8 @@ class Replica:
     async def ask(self, scope: Scope, body: bytes) -> AsyncGenerator[Message, None]:
         """Send a request; yields the answer's ASGI messages. EngineGoneError where there is none, or it breaks off."""
         assert self._session is not None
-        path = scope.get("raw_path") or scope["path"].encode()
-        query = b"?" + scope["query_string"] if scope["query_string"] else b""
-        url = yarl.URL("http://engine" + (path + query).decode("latin-1"), encoded=True)
+        asked = scope["raw_path"] + b"?" + scope["query_string"]
+        url = yarl.URL("http://engine" + asked.decode("latin-1"), encoded=True)
         headers = [
             (name.decode("latin-1"), value.decode("latin-1"))
             for name, value in scope["headers"]
@@ -80,31 +80,34 @@ class Replica:
         ]
         if scope.get("client"):
             headers.append(("X-Forwarded-For", scope["client"][0]))
-        self.num_running += 1
-        try:
-            async with self._session.request(
-                scope["method"], url, data=body or None, headers=headers, allow_redirects=False
-            ) as answer:
-                returned = [pair for pair in answer.raw_headers if pair[0].lower() not in _NOT_RETURNED]
-                lowered = [(name.lower(), value) for name, value in returned]
-                yield {"type": "http.response.start", "status": answer.status, "headers": lowered}
+        with self._asked():
+            request = self._session.request
+            async with request(scope["method"], url, data=body, headers=headers, allow_redirects=False) as answer:
+                lowered = [(name.lower(), value) for name, value in answer.raw_headers]
+                returned = [pair for pair in lowered if pair[0] not in _NOT_RETURNED]
+                yield {"type": "http.response.start", "status": answer.status, "headers": returned}
                 async for part in answer.content.iter_any():
                     yield {"type": "http.response.body", "body": part, "more_body": True}
                 yield {"type": "http.response.body", "body": b"", "more_body": False}
-        except (aiohttp.ClientError, OSError) as error:
-            raise EngineGoneError(f"engine {self.number}: {error or type(error).__name__}") from error
-        finally:
-            self.num_running -= 1
 
     async def get(self, path: str) -> tuple[int, bytes]:
         """Status and body; EngineGoneError, also after a few seconds without an answer."""
         assert self._session is not None
-        try:
+        with self._asked():
             timeout = aiohttp.ClientTimeout(total=_CHECK_TIMEOUT_S)
             async with self._session.get(f"http://engine{path}", timeout=timeout) as answer:
                 return answer.status, await answer.read()
+
+    @contextmanager
+    def _asked(self) -> Iterator[None]:
+        """It is asked something inside; what says that it is gone becomes an EngineGoneError."""
+        self.num_running += 1
+        try:
+            yield
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
             raise EngineGoneError(f"engine {self.number}: {error or type(error).__name__}") from error
+        finally:
+            self.num_running -= 1
 
 
 class Front(Forwarder):
@@ -212,17 +215,7 @@ class Front(Forwarder):
                         sample._replace(labels=sample.labels | {"replica": str(replica.number)})
                         for sample in family.samples
                     ]
-        return generate_latest(_Collected(families))
-
-
-class _Collected:
-    """What prometheus_client writes out."""
-
-    def __init__(self, families: Mapping[str, Metric]) -> None:
-        self._families = families
-
-    def collect(self) -> Iterator[Metric]:
-        yield from self._families.values()
+        return generate_latest(SimpleNamespace(collect=families.values))
 
 
 def front_app(front: Front, settings: ServeSettings) -> Starlette:
