@@ -50,16 +50,14 @@ class _RayForwarder(Forwarder):
 
     async def _body(self, receive: Receive) -> bytes | None:
         """The body, cut where the app refuses it; None if the client has left."""
-        parts, size, more = [], 0, True
+        body, more = bytearray(), True
         while more:
             message = await receive()
             if message["type"] == "http.disconnect":
                 return None
-            part = message.get("body", b"")[: self._max_body_bytes + 1 - size]
-            parts.append(part)
-            size += len(part)
+            body += message.get("body", b"")[: self._max_body_bytes + 1 - len(body)]
             more = message.get("more_body", False)
-        return b"".join(parts)
+        return bytes(body)
 
     async def answer(self, scope: Scope, body: bytes, keys: Sequence[bytes]) -> AsyncGenerator[Message, None]:
         answer = self._engines.remote(scope, body, keys)

@@ -100,6 +100,12 @@ class ApiError(Exception):
         return cls(500, "the server failed on this request; its log tells why", code="internal_error")
 
 
+def shutting_down() -> ApiError:
+    """What a server says that drains."""
+    text = "the server is shutting down: ask another"
+    return ApiError(503, text, code="shutting_down", headers={"Retry-After": "5"})
+
+
 def read_request(kind: type[M], body: object) -> M:
     """A request from its body, a value of JSON; ApiError 400, as the server answers, if it is none."""
     try:

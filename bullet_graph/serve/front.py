@@ -9,6 +9,7 @@ import logging
 import subprocess
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
+from dataclasses import dataclass
 from types import SimpleNamespace
 from urllib.parse import parse_qs
 
@@ -24,7 +25,7 @@ from starlette.routing import Mount, Route
 from starlette.types import Message, Scope
 
 from bullet_graph.routing import PrefixHolders, ranked
-from bullet_graph.serve.errors import ApiError
+from bullet_graph.serve.errors import ApiError, shutting_down
 from bullet_graph.serve.forward import EngineGoneError, Forwarder
 from bullet_graph.serve.limits import LimitMiddleware
 from bullet_graph.serve.metrics import PREFIX
@@ -43,16 +44,16 @@ _NOT_RETURNED = _OF_ONE_HOP | {b"date", b"server"}
 logger = logging.getLogger(__name__)
 
 
+@dataclass
 class Replica:
-    """An engine's server in another process, which listens on a Unix socket."""
+    """An engine's server in another process, which listens on a Unix socket at ``path``."""
 
-    def __init__(self, number: int, process: "subprocess.Popen[bytes]", path: str) -> None:
-        self.number = number
-        self.process = process
-        self.path = path
-        self.num_running = 0
-        self.is_alive = True
-        self._session: aiohttp.ClientSession | None = None
+    number: int
+    process: "subprocess.Popen[bytes]"
+    path: str
+    num_running: int = 0
+    is_alive: bool = True
+    _session: aiohttp.ClientSession | None = None
 
     def open(self) -> None:
         """Be ready for requests; in the event loop that makes them."""
@@ -90,13 +91,14 @@ class Replica:
                     yield {"type": "http.response.body", "body": part, "more_body": True}
                 yield {"type": "http.response.body", "body": b"", "more_body": False}
 
-    async def get(self, path: str) -> tuple[int, bytes]:
-        """Status and body; EngineGoneError, also after a few seconds without an answer."""
+    async def get(self, path: str) -> bytes | None:
+        """What is there; None where the answer is no 200, or comes not in time."""
         assert self._session is not None
-        with self._asked():
-            timeout = aiohttp.ClientTimeout(total=_CHECK_TIMEOUT_S)
+        timeout = aiohttp.ClientTimeout(total=_CHECK_TIMEOUT_S)
+        with suppress(EngineGoneError), self._asked():
             async with self._session.get(f"http://engine{path}", timeout=timeout) as answer:
-                return answer.status, await answer.read()
+                return await answer.read() if answer.ok else None
+        return None
 
     @contextmanager
     def _asked(self) -> Iterator[None]:
@@ -134,13 +136,9 @@ class Front(Forwarder):
     def check_open(self) -> None:
         """Raise ApiError 503 if the server shuts down, or no engine lives."""
         if self.closed:
-            raise ApiError(
-                503, "the server is shutting down: ask another", code="shutting_down", headers={"Retry-After": "5"}
-            )
+            raise shutting_down()
         if not self.alive:
-            raise ApiError(
-                503, f"none of {len(self._replicas)} engines answers: restart the server", code="engine_dead"
-            )
+            raise ApiError(503, "no engine answers: restart the server", code="engine_dead")
 
     async def answer(self, scope: Scope, body: bytes, keys: Sequence[bytes]) -> AsyncGenerator[Message, None]:
         self.check_open()
@@ -190,11 +188,7 @@ class Front(Forwarder):
             await asyncio.sleep(_CHECK_INTERVAL_S)
 
     async def _check(self, replica: Replica) -> None:
-        try:
-            status, _ = await replica.get("/health")
-        except EngineGoneError:
-            status = 503
-        if status != 200:
+        if await replica.get("/health") is None:
             self._lost(replica)
         elif not replica.is_alive:
             logger.warning("engine %d answers again", replica.number)
@@ -207,14 +201,11 @@ class Front(Forwarder):
         for replica in self._replicas:
             up.add_metric([str(replica.number)], float(replica.is_alive))
         for replica in self.alive:
-            with suppress(EngineGoneError):
-                _, text = await replica.get("/metrics")
-                for family in text_string_to_metric_families(text.decode()):
-                    whole = families.setdefault(family.name, Metric(family.name, family.documentation, family.type))
-                    whole.samples += [
-                        sample._replace(labels=sample.labels | {"replica": str(replica.number)})
-                        for sample in family.samples
-                    ]
+            text = await replica.get("/metrics") or b""
+            for family in text_string_to_metric_families(text.decode()):
+                whole = families.setdefault(family.name, Metric(family.name, family.documentation, family.type))
+                named = {"replica": str(replica.number)}
+                whole.samples += [sample._replace(labels=sample.labels | named) for sample in family.samples]
         return generate_latest(SimpleNamespace(collect=families.values))
 
 
@@ -232,19 +223,16 @@ def front_app(front: Front, settings: ServeSettings) -> Starlette:
             await replica.close()
 
     async def health(_: Request) -> Response:
-        front.check_open()
+        try:
+            front.check_open()
+        except ApiError as error:
+            return error.response()
         return JSONResponse({"status": "ok"})
 
     async def metrics(_: Request) -> Response:
         return Response(await front.metrics(), media_type=CONTENT_TYPE_LATEST)
 
-    async def fail(_: Request, error: Exception) -> Response:
-        return ApiError.of(error).response()
-
-    app = Starlette(
-        routes=[Route("/health", health), Route("/metrics", metrics), Mount("", app=front)],
-        exception_handlers={ApiError: fail},
-        lifespan=lifespan,
-    )
+    routes = [Route("/health", health), Route("/metrics", metrics), Mount("", app=front)]
+    app = Starlette(routes=routes, lifespan=lifespan)
     app.add_middleware(LimitMiddleware, settings=settings)
     return app

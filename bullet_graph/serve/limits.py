@@ -15,7 +15,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from bullet_graph.engine.async_engine import AsyncEngine
-from bullet_graph.serve.errors import ApiError
+from bullet_graph.serve.errors import ApiError, shutting_down
 from bullet_graph.serve.settings import ServeSettings
 
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
@@ -172,9 +172,7 @@ class Gate:
         if self._engine.failure is not None:
             raise ApiError.of(self._engine.failure)
         if self.closed:
-            raise ApiError(
-                503, "the server is shutting down: ask another", code="shutting_down", headers={"Retry-After": "5"}
-            )
+            raise shutting_down()
 
     @contextmanager
     def enter(self, num_sequences: int) -> Iterator[Callable[[int], None]]:

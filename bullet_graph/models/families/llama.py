@@ -38,8 +38,8 @@ LLAMA_3_2_1B = replace(
     tie_word_embeddings=True,
 )
 
-TINY = ModelConfig(
-    architecture="LlamaForCausalLM",
+TINY = replace(
+    LLAMA_3_1_8B,
     vocab_size=512,
     hidden_size=128,
     intermediate_size=384,
@@ -50,7 +50,6 @@ TINY = ModelConfig(
     head_dim=64,
     # Long enough for the prompts of the long-document trace.
     max_position_embeddings=16384,
-    rms_norm_eps=1e-5,
     rope=Rope(10000.0),
     dtype="float32",
     eos_token_ids=(),

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 from bullet_graph.models.config import ModelConfig, read_dense_config, with_experts
+from bullet_graph.models.families.llama import LLAMA_3_1_8B
 from bullet_graph.models.json_files import JsonObject
 from bullet_graph.models.rope import Rope
 
@@ -16,23 +17,16 @@ def read_mixtral(config: JsonObject) -> ModelConfig:
     return with_experts(model, config, expert_size=model.intermediate_size, renormalize=True, mixtral_names=True)
 
 
-MIXTRAL_8X7B = ModelConfig(
+MIXTRAL_8X7B = replace(
+    LLAMA_3_1_8B,
     architecture="MixtralForCausalLM",
     vocab_size=32000,
-    hidden_size=4096,
-    intermediate_size=14336,
-    num_layers=32,
-    num_heads=32,
-    num_kv_heads=8,
-    head_dim=128,
     max_position_embeddings=32768,
-    rms_norm_eps=1e-5,
     rope=Rope(1000000.0),
     num_experts=8,
     experts_per_token=2,
     expert_intermediate_size=14336,
     renormalize_experts=True,
     mixtral_names=True,
-    dtype="bfloat16",
     eos_token_ids=(2,),
 )

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 from bullet_graph.models.config import ModelConfig, read_dense_config
+from bullet_graph.models.families.llama import LLAMA_3_1_8B
 from bullet_graph.models.json_files import JsonObject
 from bullet_graph.models.rope import Rope
 
@@ -29,20 +30,16 @@ def _read_dense_config(config: JsonObject) -> ModelConfig:
     return read_dense_config(config, slides=lambda layer: layer >= first)
 
 
-QWEN3_8B = ModelConfig(
+QWEN3_8B = replace(
+    LLAMA_3_1_8B,
     architecture="Qwen3ForCausalLM",
     vocab_size=151936,
-    hidden_size=4096,
     intermediate_size=12288,
     num_layers=36,
-    num_heads=32,
-    num_kv_heads=8,
-    head_dim=128,
     max_position_embeddings=40960,
     rms_norm_eps=1e-6,
     rope=Rope(1000000.0),
     qk_norm=True,
-    dtype="bfloat16",
     eos_token_ids=(151645, 151643),  # <|im_end|>, <|endoftext|>
 )
 
