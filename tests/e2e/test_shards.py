@@ -61,7 +61,7 @@ def check(ranks: Ranks, model: str | Path, *sizes: int, **settings: Any) -> None
 def test_every_family(family: Family, ranks: Ranks, tmp_path: Path) -> None:
     # Four ranks hold two key heads, each of them twice.
     write_checkpoint(tmp_path, family, seed=1, tokenizer=False)
-    check(ranks, tmp_path, *((2, 4) if family in ("llama", "qwen2_moe") else (4,)))
+    check(ranks, tmp_path, *{"llama": (2, 4), "phi3": (4,), "qwen2_moe": (2, 4)}.get(family, (2,)))
 
 
 def test_vocabularies_that_no_number_divides_and_tied_embeddings(ranks: Ranks, tmp_path: Path) -> None:
