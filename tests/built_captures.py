@@ -123,7 +123,7 @@ def quickly(built: tuple[CaptureStore, Any]) -> Iterator[list[str]]:
     ahead: list[str] = []
 
     def compiled(part: Any, **settings: Any) -> Any:
-        return compile_part(part, backend="aot_eager", **settings)
+        return compile_part(part, backend="eager", **settings)
 
     def compiled_ahead(part: LayerPart, package: Path) -> CompiledPart:
         shutil.copyfile(only_entry(built[0]).files / "layers" / f"{part.name}.pt2", package)

@@ -11,6 +11,9 @@ from types import ModuleType
 import pytest
 from hypothesis import settings
 
+# Until all tests are imported: what that makes stays.
+gc.disable()
+
 # For `bench`. At the end: another build of the package, on PYTHONPATH, must come before the one beside `bench`.
 sys.path.append(str(Path(__file__).parents[1]))
 
@@ -39,6 +42,7 @@ def pytest_collection_finish() -> None:
         hasten(interpreter)
     # What the imports made lives as long as the process: a garbage collection need not look at it again.
     gc.freeze()
+    gc.enable()
 
 
 def hasten(interpreter: ModuleType) -> None:

@@ -28,8 +28,10 @@ def scores(model: str | Path, **settings: object) -> torch.Tensor:
     return torch.tensor([entry.logprob for entry in output.prompt_logprobs if entry is not None])
 
 
-@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
-@pytest.mark.parametrize(("form", "kv_cache_dtype"), [("fp8 block", "fp8"), ("compressed channel", "auto")])
+@pytest.mark.parametrize(
+    ("family", "form", "kv_cache_dtype"),
+    [("qwen3", "fp8 block", "fp8"), ("qwen3", "compressed channel", "auto"), ("qwen3_moe", "fp8 block", "fp8")],
+)
 def test_every_policy_gives_the_same_tokens(tmp_path: Path, form: str, kv_cache_dtype: str, family: Family) -> None:
     write_fp8_checkpoint(tmp_path, form, family, head_dim=64, moe_intermediate_size=128)
     policies = ["serial", "mixed:7", "auto"]

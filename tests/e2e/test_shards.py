@@ -67,7 +67,7 @@ def test_every_family(family: Family, ranks: Ranks, tmp_path: Path) -> None:
     has_experts = family in EXPERT_FAMILIES
     experts = {"num_local_experts" if family == "mixtral" else "num_experts": 8} if has_experts else {}
     write_checkpoint(tmp_path, family, seed=1, tokenizer=False, **experts)
-    sizes = (2, 4) if family in ("llama", "qwen2_moe") else (4,)
+    sizes = {"llama": (2, 4), "phi3": (4,), "qwen2_moe": (2, 4)}.get(family, (2,))
     check(ranks, tmp_path, *sizes, expert_parallel=(False, True) if has_experts else (False,))
 
 

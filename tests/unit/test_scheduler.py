@@ -4,6 +4,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from examples import few
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
@@ -96,7 +97,7 @@ class AnySchedule(RuleBasedStateMachine):
             self.loop.drain()
 
 
-AnySchedule.TestCase.settings = settings(max_examples=50, stateful_step_count=30, deadline=None)
+AnySchedule.TestCase.settings = settings(few(20), stateful_step_count=30)
 TestAnySchedule = AnySchedule.TestCase
 
 
