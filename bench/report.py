@@ -22,8 +22,9 @@ from bench.evidence import CLAIMED, OWN, Source, Task, best_of, dicts, figure_of
 from bench.record import Refusal
 from bullet_graph.cli.bench.startup import StartRun, phase_names
 from bullet_graph.cli.plots import draw_starts
+from bullet_graph.cli.tables import goodput_text
 from bullet_graph.errors import BulletGraphError, ConfigError
-from bullet_graph.perf.goodput_search import SHARES
+from bullet_graph.perf.goodput_search import LEAST_SECONDS, SHARES, Goodput
 from bullet_graph.perf.start_report import StartPhase
 from bullet_graph.workloads import load_workload
 
@@ -226,19 +227,25 @@ def worse_rows(task: Task) -> Iterator[str]:
 
 def fleet_rows(folder: Path) -> Iterator[str]:
     """Simulated goodputs per GPU by trace, targets and size of the fleet: shared, and divided at each bandwidth."""
-    rows: dict[tuple[str, str, int], dict[float, dict[str, Any]]] = {}
+    rows: dict[tuple[str, str, int, str], dict[float, dict[str, Any]]] = {}
     for source in read_results(folder) if folder.is_dir() else ():
         for one in dicts(source.fields.get("systems")) if source.name.startswith("fleet_") else ():
-            key = source.fields["trace"].partition(":")[2], source.fields["slo"].replace("ms", ""), one["machines"]
+            short = "\\*" if (source.fields["arrival_seconds"] or 0) < LEAST_SECONDS else ""
+            targets = source.fields["slo"].replace("ms", "")
+            key = source.fields["trace"].partition(":")[2], targets, one["machines"], short
             rows.setdefault(key, {})[one["gb_per_s"] or 0.0] = one
-    for (trace, slo, machines), systems in sorted(rows.items()):
-        shared, texts = systems.pop(0.0)["goodput_90"], []
+
+    def goodput(one: dict[str, Any], base: float, form: str) -> str:
+        found = (one[name] and one[name] / base for name in ("goodput_90", "goodput_90_below"))
+        return goodput_text(Goodput(*found), 0.05, form)
+
+    for (trace, slo, machines, mark), systems in sorted(rows.items()):
+        shared = systems.pop(0.0)
+        rate, texts = shared["goodput_90"], []
         for gb_per_s, one in sorted(systems.items()):
-            ratio = (one["goodput_90"] or 0.0) / shared
-            bold = "**" if ratio < 1 else ""
-            texts.append(f"{gb_per_s:g}: {bold}{ratio:.2f}×{bold} ({one['prefill_machines'] or '–'})")
-        mark = "" if all(run["sustained"] for one in systems.values() for run in one["runs"]) else "\\*"
-        yield f"| {trace}, {slo} | {machines:,}{mark} | {shared:.3g}/s | {', '.join(texts)} |"
+            bold = "**" if (one["goodput_90"] or 0.0) < rate else ""
+            texts.append(f"{gb_per_s:g}: {bold}{goodput(one, rate, '.2f')}×{bold} ({one['prefill_machines'] or '–'})")
+        yield f"| {trace}, {slo} | {machines:,}{mark} | {goodput(shared, 1.0, '.3g')}/s | {', '.join(texts)} |"
 
 
 # ---- the report ----

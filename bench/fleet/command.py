@@ -50,7 +50,7 @@ _MOST_NEW_REQUESTS = 50_000
 _GOOD_ENOUGH = 0.995
 """Share of requests on time at which the search for the best division stops."""
 _FIGURES = (
-    *("slo_attainment", "stable", "sustained", "counted", "failed", "num_prompts", "duration"),
+    *("slo_attainment", "stable", "counted", "failed", "num_prompts", "duration"),
     *(f"{label}_{name}_ms" for name in ("ttft", "tpot") for label in ("median", "p90", "p99")),
 )
 
@@ -184,7 +184,7 @@ class _FleetCommand(ErrorReporting, GoodputCommand):
     "--arrival-seconds",
     type=click.FloatRange(min=0, min_open=True),
     default=float(LEAST_SECONDS),
-    help="Of each run; results of shorter ones are not sustained.",
+    help="Of each run; in a shorter one a queue only begins to grow.",
 )
 @burstiness_option
 @search_options
@@ -264,7 +264,12 @@ def fleet(
         print_line(simulator.title())
         _print(found, search.tolerance, sweep=sweep)
 
-    own = {"router": router, "sample_machines": sample_machines, "transfer_latency_ms": transfer_latency_ms}
+    own: dict[str, Any] = {
+        "router": router,
+        "sample_machines": sample_machines,
+        "transfer_latency_ms": transfer_latency_ms,
+    }
+    own |= {"arrival_seconds": None if smoke else arrival_seconds}
     common = {"simulated": True} | simulator.describe() | own
     output.emit(common | {"tolerance": search.tolerance, "systems": found}, show)
 

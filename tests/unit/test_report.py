@@ -102,19 +102,20 @@ def test_figures_ratios_and_limits(results: Path, tmp_path: Path) -> None:
 
 
 def test_fleets_are_compared_per_gpu(tmp_path: Path) -> None:
-    def system(gb_per_s: float | None, goodput: float | None, sustained: bool = True) -> dict[str, Any]:
-        runs = [{"sustained": sustained}]
-        split = {"prefill_machines": None if gb_per_s is None else 6, "runs": runs}
-        return {"machines": 10, "gb_per_s": gb_per_s, "goodput_90": goodput, **split}
+    def system(gb_per_s: float | None, goodput: float | None, below: float | None) -> dict[str, Any]:
+        found = {"goodput_90": goodput, "goodput_90_below": below}
+        return {"machines": 10, "gb_per_s": gb_per_s, "prefill_machines": 6 if gb_per_s else None} | found
 
-    found = [system(None, 20.0), system(400, 24.0), system(25, 18.0)]
-    fields = {"trace": "synthetic:conv", "slo": "ttft:500ms tpot:15ms", "systems": found}
-    (tmp_path / "fleet_conv.json").write_text(json.dumps(fields))
-    row = "| conv, ttft:500 tpot:15 | 10 | 20/s | 25: **0.90×** (6), 400: 1.20× (6) |"
-    assert list(report_module.fleet_rows(tmp_path)) == [row]
-    found[1:] = [system(50, None, sustained=False)]
-    (tmp_path / "fleet_conv.json").write_text(json.dumps(fields))
-    assert list(report_module.fleet_rows(tmp_path)) == ["| conv, ttft:500 tpot:15 | 10\\* | 20/s | 50: **0.00×** (6) |"]
+    def rows(seconds: float, *systems: dict[str, Any]) -> list[str]:
+        fields = {"trace": "synthetic:conv", "slo": "ttft:500ms tpot:15ms", "arrival_seconds": seconds}
+        (tmp_path / "fleet_conv.json").write_text(json.dumps(fields | {"systems": systems}))
+        return list(report_module.fleet_rows(tmp_path))
+
+    shared = system(None, 20.0, 20.5)
+    row = "| conv, ttft:500 tpot:15 | 10 | 20/s | 25: **0.90×** (6), 400: ≥ 1.20× (6) |"
+    assert rows(120, shared, system(400, 24.0, None), system(25, 18.0, 18.0)) == [row]
+    short = "| conv, ttft:500 tpot:15 | 10\\* | 20/s | 50: **< 0.75×** (6) |"
+    assert rows(60, shared, system(50, None, 15.0)) == [short]
     assert list(report_module.fleet_rows(tmp_path / "none")) == []
     assert row in report_module.make_report([], "r", "report", [row])
 
