@@ -33,8 +33,6 @@ BARE_WAY = "in turn, with passes"
 LATENCIES = tuple(f"{label}_{name}_ms" for name in ("ttft", "tpot", "itl") for label in ("median", "p90", "p99"))
 LIBRARIES = ("torch", "triton", "flashinfer")
 LESS_IS_BETTER = (*LATENCIES, "joules_per_token")
-LEFT_OUT = ("peers_qwen3-0.6b.json",)
-"""Comparisons that the report only lists: short runs of the smallest model."""
 SAME = 1.02
 """Figures closer than this factor are not called worse."""
 PLOTS = {
@@ -296,7 +294,7 @@ def make_report(sources: Sequence[Source], folder: str, pictures: str, fleets: S
         (p for source in sources for p in source.provenances), key=lambda p: str(p.get("date_utc") or ""), default={}
     )
     versions = newest.get("versions") or {}
-    tasks = [task for task in tasks_of(sources) if task.source.name not in LEFT_OUT]
+    tasks = tasks_of(sources)
     rows = [
         *decode_rows(sources),
         *(row for task in tasks if not task.is_search for row in load_rows(task, sources)),
