@@ -87,7 +87,7 @@ browser: ## Chromium, for the test of the server's live page, where there is non
 		$(BIN)/playwright install --with-deps chromium-headless-shell
 
 test-dynamo: $(VENV)/.installed-dynamo ## the tests of the Dynamo worker behind Dynamo's frontend and router
-	$(BIN)/pytest tests/e2e/test_dynamo.py tests/unit/test_dynamo.py
+	$(BIN)/pytest tests/e2e/test_dynamo.py
 
 gpu-test: $(VENV)/.installed-dev ## the tests that need an NVIDIA GPU
 	$(BIN)/pytest tests/gpu -m gpu

@@ -15,6 +15,7 @@ from click.testing import CliRunner
 
 from bench import offline, policies, server_overhead
 from bench.campaign import Campaign, Job, main, read_campaign
+from bench.fleet.command import fleet
 from bench.peers.command import compare as compare_peers
 from bullet_graph.cli.main import main as program
 from bullet_graph.errors import ConfigError
@@ -105,7 +106,8 @@ def test_commands_that_are_written_down_are_accepted(line: str, monkeypatch: pyt
             assert found is not None, line
             command = found
     else:
-        command = compare_peers if module == "bench.peers" else importlib.import_module(module).main
+        packages = {"bench.fleet": fleet, "bench.peers": compare_peers}
+        command = packages.get(module) or importlib.import_module(module).main
     command.make_context(line, list(arguments))
 
 
