@@ -17,8 +17,7 @@ from checkpoints import BOS_TOKEN_ID
 from engines import Gate, Model, before_launch
 from servers import MODEL, Served, as_http, serving
 
-from bullet_graph.cli.serve import _log_requests
-from bullet_graph.serve.access_log import logger
+from bullet_graph.serve.access_log import log_requests, logger
 
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
 TOKENS = ("prompt_tokens_total", "generation_tokens_total")
@@ -120,7 +119,7 @@ def test_a_request_whose_client_left_is_logged_as_such(
 def test_the_command_writes_the_log_to_stderr(capsys: pytest.CaptureFixture[str]) -> None:
     handlers, propagate = list(logger.handlers), logger.propagate
     try:
-        _log_requests()
+        log_requests()
         logger.info("%s", "a request")
         logger.debug("a poll")
         assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d+ a request\n", capsys.readouterr().err)
