@@ -70,6 +70,8 @@ def serve(
       bullet-graph serve --model llama-3.1-8b --max-model-len 16384 --shutdown-timeout 60 --watchdog-timeout 30
     """
     require_extra("bullet-graph serve", *_EXTRA, extra="serve")
+    if data_parallel_size > 1 and trace_decisions is not None:
+        raise ConfigError("--trace-decisions traces one engine: leave it out, or --data-parallel-size")
     named = config.model if served_model_name is None else served_model_name
     server = ServeSettings(served_model_name=named, api_key=_read_key(api_key, api_key_file), **settings)
     # The server's libraries are an extra, and --help works without them.
@@ -90,8 +92,6 @@ def serve(
             click.echo(message, err=True)
 
         if data_parallel_size > 1:
-            if trace_decisions is not None:
-                raise ConfigError("--trace-decisions traces one engine: leave it out, or --data-parallel-size")
             require_extra("--data-parallel-size", "aiohttp", extra="serve")
             from bullet_graph.cli.replicas import serve_replicas  # noqa: PLC0415
 
