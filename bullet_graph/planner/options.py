@@ -3,6 +3,7 @@
 import math
 from bisect import bisect_left
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cached_property
 from itertools import product
 from typing import Literal, NamedTuple, get_args
@@ -159,6 +160,7 @@ class Options:
         self.backlog = backlog
         self.batch_size = decode.batch_size
         self.budget_ms = min(decode.budget_ms, TUNING.budget_cap * decode.target_ms)
+        self._burst_ms = min(decode.slack_ms, TUNING.burst_targets * decode.target_ms)
         self.infeasible = self._decode_ms > max(decode.budget_ms, decode.target_ms)
         self.limit_ms = math.inf if self.infeasible else self.budget_ms
 
@@ -208,12 +210,27 @@ class Options:
         return self._option("mixed", tokens, ms, tokens / ms, prediction.measured)
 
     def mixed_sizes(self) -> list[Option]:
-        """Mixed forwards to weigh: the largest within the limit; without a limit, all rows, half of them, and so on."""
-        if self.limit_ms < math.inf:
-            return [self.largest_mixed() or self.mixed(TUNING.floor_tokens)]
+        """Mixed forwards to weigh: all rows, half of them, and so on; with a limit, the largest within it, and bursts.
+
+        A burst exceeds the limit once, within the slack of every sequence, and then decode catches up alone. It must be
+        far cheaper per prompt token: with experts, any chunk reads nearly all weights.
+        """
         most = min(self._predictor.max_chunk_tokens, self.backlog.tokens)
         halvings = range(max((most // TUNING.least_chunk_tokens).bit_length(), 1))
-        return [self.mixed(most >> halving) for halving in halvings]
+        if self.limit_ms == math.inf:
+            return [self.mixed(most >> halving) for halving in halvings]
+        steady = self.largest_mixed() or self.mixed(TUNING.floor_tokens)
+        cost_ms = TUNING.burst_cost * self._ms_per_prompt_token(steady)
+        larger = [self.mixed(most >> halving) for halving in halvings if most >> halving > steady.chunk_tokens]
+        return [steady] + [
+            replace(option, holds_tpot=True)
+            for option in larger
+            if option.interval_ms <= self._burst_ms and self._ms_per_prompt_token(option) <= cost_ms
+        ]
+
+    def _ms_per_prompt_token(self, mixed: Option) -> float:
+        """What each prompt row adds to a decode step."""
+        return (mixed.interval_ms - self._decode_ms) / mixed.chunk_tokens
 
     def largest_mixed(self) -> Option | None:
         """The mixed forward with the most prompt rows within the limit; None if not even the fewest fit."""
