@@ -9,9 +9,10 @@ No figure is typed by hand. A figure that no file has is left out.
 import io
 import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import click
@@ -265,8 +266,15 @@ some 4 %: only figures of one file, or of one card, compare.
 
 ## Headline figures
 
-| what | this engine | vLLM | ratio | limit | file |
+"""
+TABLE = """| what | this engine | vLLM | ratio | limit | file |
 | --- | ---: | ---: | ---: | ---: | --- |
+"""
+OTHER_GPU = """
+## {device}
+
+Files in `{folder}/`, driver {driver}.
+
 """
 WORSE = """
 ## What is worse than vLLM
@@ -290,19 +298,52 @@ sharing wins. \\*: less than 120 s of arrivals.
 FILES = "\n## Files\n\nEach file names its device, versions and commit.\n\n"
 
 
-def make_report(sources: Sequence[Source], folder: str, pictures: str, fleets: Sequence[str] = ()) -> str:
-    """The report as Markdown; the same text for the same files. ``fleets`` are rows of :func:`fleet_rows`."""
-    newest = max(
-        (p for source in sources for p in source.provenances), key=lambda p: str(p.get("date_utc") or ""), default={}
-    )
-    versions = newest.get("versions") or {}
+def headlines(sources: Sequence[Source]) -> list[Row]:
+    """The rows of the first table."""
     tasks = tasks_of(sources)
-    rows = [
+    return [
         *decode_rows(sources),
         *(row for task in tasks if not task.is_search for row in load_rows(task, sources)),
         *(row for task in tasks if task.is_search for row in goodput_rows(task)),
         *start_rows(sources),
     ]
+
+
+def _newest(sources: Sequence[Source]) -> dict[str, Any]:
+    """Provenance of the newest measurement."""
+    found = (p for source in sources for p in source.provenances)
+    return max(found, key=lambda p: str(p.get("date_utc") or ""), default={})
+
+
+def other_gpus(results: Path) -> dict[str, list[Source]]:
+    """Results of other GPUs, from the folders beside this one, by their names; CPUs and simulations are none."""
+    beside = [f for f in results.resolve().parent.iterdir() if f.is_dir() and f.name != results.resolve().name]
+    found = {f.name: read_results(f) for f in beside if f.name not in ("cpu", "simulated")}
+    return {name: sources for name, sources in found.items() if _newest(sources).get("device_uuid")}
+
+
+def _other_gpu(name: str, sources: Sequence[Source]) -> str:
+    newest = _newest(sources)
+    head = OTHER_GPU.format(
+        device=newest.get("device_name", "unknown"), driver=newest.get("driver_version", "unknown"), folder=name
+    )
+    return head + TABLE + "\n".join(map(str, headlines(sources)))
+
+
+def make_report(
+    sources: Sequence[Source],
+    folder: str,
+    pictures: str,
+    fleets: Sequence[str] = (),
+    others: Mapping[str, Sequence[Source]] = MappingProxyType({}),
+) -> str:
+    """The report as Markdown; the same text for the same files.
+
+    ``fleets`` are rows of :func:`fleet_rows`; ``others`` are results of other GPUs, by their folder's name.
+    """
+    newest = _newest(sources)
+    versions = newest.get("versions") or {}
+    tasks = tasks_of(sources)
     head = INTRODUCTION.format(
         folder=folder,
         device=newest.get("device_name", "unknown"),
@@ -310,10 +351,11 @@ def make_report(sources: Sequence[Source], folder: str, pictures: str, fleets: S
         versions=", ".join(f"{name} {versions[name]}" for name in LIBRARIES if versions.get(name)),
     )
     lines = [
-        head + "\n".join(map(str, rows)),
+        head + TABLE + "\n".join(map(str, headlines(sources))),
         "",
         *(f"![{text}]({pictures}/{name})" for name, text in PLOTS.items()),
         WORSE + "\n".join(line for task in tasks for line in worse_rows(task)),
+        *(_other_gpu(name, others[name]) for name in sorted(others)),
         *([FLEETS + "\n".join(fleets)] if fleets else ()),
         FILES + "\n".join(_file_lines(sources)),
     ]
@@ -416,7 +458,8 @@ def main(results: Path, output: Path, check: bool) -> None:
         path = results.resolve()
         shown = path.relative_to(BENCH.parent).as_posix() if path.is_relative_to(BENCH.parent) else path.name
         try:
-            text = make_report(sources, shown, pictures.name, list(fleet_rows(results.parent / "simulated")))
+            fleets = list(fleet_rows(results.parent / "simulated"))
+            text = make_report(sources, shown, pictures.name, fleets, other_gpus(results))
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise ConfigError(f"a file in {results} is damaged: {type(error).__name__}: {error}") from error
     except BulletGraphError as error:

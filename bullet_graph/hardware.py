@@ -75,7 +75,7 @@ H100 = replace(
     H200,
     name="NVIDIA H100 80GB HBM3",
     is_measured=False,
-    memory_bytes=None,
+    memory_bytes=85_017_493_504,
     bandwidth_gb_s=H200.bandwidth_gb_s * 3.35 / 4.8,
 )
 """The H200's rates, since the chip and its power cap are the same, with the bandwidth of the H100's memory."""

@@ -13,7 +13,7 @@ from typing import Any
 import click
 
 from bench.fleet.divided import Link, balanced, best_split, decode, prefill
-from bench.fleet.shared import Fleet, Outcome, RouterName, Traffic, share
+from bench.fleet.shared import Fleet, Outcome, RouterName, Traffic, repeated, share
 from bullet_graph.cli.main import ErrorReporting
 from bullet_graph.cli.options import COUNT, result_options
 from bullet_graph.cli.replay_options import (
@@ -109,7 +109,7 @@ class Comparison:
             workload, uncounted_s = self._simulator.workload, 0.0
             if self._seconds is not None:
                 count = max(LEAST_REQUESTS, math.ceil(self._seconds * rate * machines))
-                workload = workload.repeated(count, most_new=max(len(workload.requests), _MOST_NEW_REQUESTS))
+                workload = repeated(workload, count, most_new=max(len(workload.requests), _MOST_NEW_REQUESTS))
                 uncounted_s = CONVERSATIONS_WARMUP_S if any(r.follows for r in workload.requests) else WARMUP_S
             arrivals = replace(self._simulator.arrivals, request_rate=rate * machines, uncounted_s=uncounted_s)
             self._traffic = (machines, rate), Traffic(workload, arrivals.times(workload)), arrivals

@@ -28,7 +28,7 @@ from bullet_graph.perf.performance import PerformanceModel
 from bullet_graph.routing import Choice, PrefixHolders
 from bullet_graph.slo import Slo
 from bullet_graph.workloads import Workload, WorkloadRequest
-from bullet_graph.workloads.workload import Times
+from bullet_graph.workloads.workload import Times, TurnBefore
 
 RouterName = Literal["prefix", "least-load"]
 _SLACK_REQUESTS = 16.0
@@ -155,6 +155,23 @@ class Router:
     def _change(self, machine: int, load: float) -> None:
         self.load[machine] += load
         heappush(self._least, (self.load[machine], next(self._turn), machine))
+
+
+def repeated(workload: Workload, num_requests: int, most_new: int) -> Workload:
+    """So many requests: up to ``most_new`` of the workload's, then the same lengths again, with prompts of their own.
+
+    Conversations begin anew. Recorded prompts, and pieces that have names, come again as they are.
+    """
+    own = workload.first(min(num_requests, most_new)).requests
+    requests = list(own)
+    while len(requests) < num_requests:
+        offset = len(requests)
+        for request in own[: num_requests - offset]:
+            if (before := request.follows) is not None:
+                follows = TurnBefore(before.index + offset, before.num_tokens, before.think_s)
+                request = dataclasses.replace(request, follows=follows)
+            requests.append(request)
+    return Workload(workload.name, tuple(requests))
 
 
 @dataclass(frozen=True)

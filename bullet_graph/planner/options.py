@@ -1,7 +1,7 @@
 """Pure predictions: what each policy would make of a load."""
 
 import math
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -221,12 +221,9 @@ class Options:
             return [self.mixed(most >> halving) for halving in halvings]
         steady = self.largest_mixed() or self.mixed(TUNING.floor_tokens)
         cost_ms = TUNING.burst_cost * self._ms_per_prompt_token(steady)
-        larger = [self.mixed(most >> halving) for halving in halvings if most >> halving > steady.chunk_tokens]
-        return [steady] + [
-            replace(option, holds_tpot=True)
-            for option in larger
-            if option.interval_ms <= self._burst_ms and self._ms_per_prompt_token(option) <= cost_ms
-        ]
+        larger = (self.mixed(most >> halving) for halving in halvings if most >> halving > steady.chunk_tokens)
+        bursts = [o for o in larger if o.interval_ms <= self._burst_ms and self._ms_per_prompt_token(o) <= cost_ms]
+        return [steady, *(replace(burst, holds_tpot=True) for burst in bursts)]
 
     def _ms_per_prompt_token(self, mixed: Option) -> float:
         """What each prompt row adds to a decode step."""
@@ -239,14 +236,12 @@ class Options:
         if option.interval_ms <= self.limit_ms:
             return option
         limit_ms = self.limit_ms / self._corrections["mixed", "step"]
-        fits, exceeds = 0, -(-option.chunk_tokens // row_step)
-        while exceeds - fits > 1:
-            middle = (fits + exceeds) // 2
-            tokens = middle * row_step
-            if self._model.mixed(tokens, self.backlog.pairs(tokens), *self._batch).ms <= limit_ms:
-                fits = middle
-            else:
-                exceeds = middle
+
+        def predicted_ms(steps: int) -> float:
+            tokens = steps * row_step
+            return self._model.mixed(tokens, self.backlog.pairs(tokens), *self._batch).ms
+
+        fits = bisect_right(range(1, -(-option.chunk_tokens // row_step)), limit_ms, key=predicted_ms)
         return self.mixed(fits * row_step) if fits else None
 
     def paced(self, steps: int) -> Option:

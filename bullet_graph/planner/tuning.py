@@ -32,9 +32,8 @@ class PlannerTuning:
     ttft_share: float = 0.95  # share of the time to a deadline that prefill may be planned to take
     # Intervals are planned up to this many times the tightest TPOT target; a larger lead is kept.
     budget_cap: float = 1.15
-    # A burst may last this many times the tightest TPOT target, and adds at most this share of the time per prompt token
-    # that the largest forward within the target adds. Simulated, Qwen3-30B-A3B, conversations within 15 ms: goodput_90
-    # 3.0 → 4.8/s, goodput_99 1.9 → 3.3/s, p99 of ITL 15 → 37 ms.
+    # A burst may last this many times the tightest TPOT target, and may cost at most this share of what the largest
+    # forward within the budget costs per prompt token (README.md has what they bring). With 2 targets, less.
     burst_targets: float = 3.0
     burst_cost: float = 0.8
     # Prefill may pause this long in favour of TPOT targets, then for every second tick at most.

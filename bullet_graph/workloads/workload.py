@@ -3,7 +3,7 @@
 import itertools
 import math
 from collections.abc import Callable, Collection, Hashable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -71,22 +71,6 @@ class Workload:
         if num_requests > len(self.requests) and self.longer is not None:
             return self.longer(num_requests)
         return Workload(self.name, self.requests[:num_requests])
-
-    def repeated(self, num_requests: int, most_new: int) -> "Workload":
-        """So many requests: up to ``most_new`` of its own, then the same lengths again, with prompts of their own.
-
-        Conversations begin anew. Recorded prompts, and pieces that have names, come again as they are.
-        """
-        own = self.first(min(num_requests, most_new)).requests
-        requests = list(own)
-        while len(requests) < num_requests:
-            offset = len(requests)
-            for request in own[: num_requests - offset]:
-                if (before := request.follows) is not None:
-                    follows = TurnBefore(before.index + offset, before.num_tokens, before.think_s)
-                    request = replace(request, follows=follows)
-                requests.append(request)
-        return Workload(self.name, tuple(requests))
 
     def without(self, indices: Collection[int]) -> "Workload":
         """The requests but these, which were not sent; it is to be counted, not to be served."""

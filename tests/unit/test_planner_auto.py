@@ -14,7 +14,7 @@ from bullet_graph.config import Policy
 from bullet_graph.partition.masks import WHOLE_GPU, partition_of
 from bullet_graph.perf.performance import Prediction
 from bullet_graph.perf.predict import TableModel
-from bullet_graph.planner.plan import DecodeLoad, Load, PromptLoad
+from bullet_graph.planner.plan import DecodeLoad, Load, Plan, PromptLoad
 from bullet_graph.planner.planner import Planner
 from bullet_graph.planner.tuning import TUNING
 
@@ -28,6 +28,17 @@ class SmallModel(TableModel):
     def prefill(self, tokens: int, pairs: float, sms: int | None = None) -> Prediction:
         whole = super().prefill(tokens, pairs, sms)
         return dataclasses.replace(whole, ms=whole.ms / 10)
+
+
+class ExpertModel(TableModel):
+    """Any prompt rows add 8 ms to a mixed step beside what an 8B model's add, as those that touch all experts do."""
+
+    def __init__(self) -> None:
+        super().__init__(h200_table(), LLAMA_8B)
+
+    def mixed(self, tokens: int, pairs: float, batch_size: int, kv_tokens: int) -> Prediction:
+        mixed = super().mixed(tokens, pairs, batch_size, kv_tokens)
+        return dataclasses.replace(mixed, ms=mixed.ms + 8 * (tokens > 0))
 
 
 def auto_over(device: Any, *decode_sms: int) -> Planner:
@@ -166,6 +177,22 @@ class TestAuto:
         mixed = next(o for o in plan.options if o.policy == "mixed")
         assert 15.0 < mixed.interval_ms <= TUNING.budget_cap * 15.0
         assert chosen(plan).interval_ms <= TUNING.budget_cap * 15.0
+
+    def test_a_burst_is_taken_where_it_is_cheaper_and_all_have_the_slack(self) -> None:
+        def plan_with(slack: float, device: Any) -> Plan:
+            load = load_of(decoding(16, tpot=15.0, slack=slack), *[500] * 2, ttft_ms=500)
+            return auto_over(device).plan(load)
+
+        plans = [plan_with(slack, ExpertModel()) for slack in (20.0, 30.0, 40.0)]
+        assert chosen(plans[0]).interval_ms <= TUNING.budget_cap * 15.0
+        assert [plan.chunk_tokens for plan in plans[1:]] == [500, 1000]
+        for slack, plan in zip((30.0, 40.0), plans[1:], strict=True):
+            assert TUNING.budget_cap * 15.0 < chosen(plan).interval_ms <= slack
+            assert chosen(plan).holds_tpot
+        # However much slack there is, no token waits for more than three targets.
+        assert chosen(plan_with(math.inf, ExpertModel())).interval_ms <= TUNING.burst_targets * 15.0
+        # Rows of a dense model cost much the same in any chunk.
+        assert [o.policy for o in plan_with(math.inf, model()).options] == ["solo", "mixed"]
 
     def test_a_first_token_comes_when_its_whole_chunk_is_done(self) -> None:
         """A short prompt that is due soon shares a lane's chunk with a long one."""

@@ -101,6 +101,19 @@ def test_figures_ratios_and_limits(results: Path, tmp_path: Path) -> None:
     assert all(f"> {label}<" in chart for label in ("≥ 24/s", "20/s", "900", "10"))
 
 
+def test_other_gpus_have_a_table_of_their_own(results: Path, tmp_path: Path) -> None:
+    for name, device in (("a100", {"device_name": "NVIDIA A100", "device_uuid": "5"}), ("notes", {})):
+        (tmp_path / name).mkdir()
+        fields = {"model": "m", "batch_size": 1, "input_len": 968, "output_len": 64, "decode_step_ms": {"p50": 8.0}}
+        fields |= {"share_of_copy_percent": 90.0, "decode_step_bytes": 12e9, "copy_gb_per_s": 2000.0}
+        (tmp_path / name / "latency.json").write_text(json.dumps(fields | {"provenance": device}))
+    assert report("--results", results, "--output", tmp_path / "REPORT.md").exit_code == 0
+    before, section = (tmp_path / "REPORT.md").read_text().split("\n## NVIDIA A100\n")
+    assert "batch 1, context 1,000 | 8.00 ms |" in section
+    assert "8.00 ms" not in before
+    assert "`a100/`" in section
+
+
 def test_fleets_are_compared_per_gpu(tmp_path: Path) -> None:
     def system(gb_per_s: float | None, goodput: float | None, below: float | None) -> dict[str, Any]:
         found = {"goodput_90": goodput, "goodput_90_below": below}
