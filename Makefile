@@ -52,7 +52,7 @@ lint: $(VENV)/.installed-dev ## style, import contract, C formatting
 	$(BIN)/clang-format --dry-run -Werror $(C_SOURCES)
 
 typecheck: $(VENV)/.installed-dev ## mypy --strict
-	$(BIN)/mypy
+	$(BIN)/mypy --num-workers 2
 
 # A file's tests share what is made for them, so one process runs them; those of tests/e2e, which last long, come first.
 unit: $(VENV)/.installed-dev ## all tests that need no GPU

@@ -176,7 +176,12 @@ def test_shape_numbers_and_file_names() -> None:
     assert mixture.keys() - shape_numbers(LLAMA_8B) == {
         *("num_experts", "experts_per_token", "expert_intermediate_size", "shared_expert_intermediate_size")
     }
-    for gpu, short in (("NVIDIA H200", "h200"), ("h200", "h200"), ("NVIDIA H100 80GB HBM3", "h100-80gb-hbm3")):
+    for gpu, short in (
+        ("NVIDIA H200", "h200"),
+        ("h200", "h200"),
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA H100 PCIe", "h100-pcie"),
+    ):
         assert table_file_name(gpu, "/models/tiny", "float32") == f"{short}_tiny_float32.json"
 
 
