@@ -7,6 +7,7 @@ No figure is typed by hand. A figure that no file has is left out.
 """
 
 import io
+import json
 import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -249,6 +250,22 @@ def fleet_rows(folder: Path) -> Iterator[str]:
         yield f"| {trace}, {slo} | {machines:,}{mark} | {shown}/s | {', '.join(texts)} |"
 
 
+def simulated_rows(folder: Path) -> Iterator[str]:
+    """Measured and simulated figures of each run that ``bench.simulator_error`` has simulated."""
+    path = folder / "error.json"
+    for row in json.loads(path.read_text(encoding="utf-8"))["rows"] if path.is_file() else ():
+        ways = row["measured"], row["simulated"]
+        cells = (
+            " / ".join(f"{scale * way[name]:,.{digits}f}" for way in ways)
+            for name, scale, digits in (
+                *(("slo_attainment", 100, 1), ("median_tpot_ms", 1, 1)),
+                *(("median_ttft_ms", 1, 0), ("p99_ttft_ms", 1, 0)),
+            )
+        )
+        workload = row["workload"].partition(":")[2]
+        yield f"| {row['model']}, {workload}, {row['request_rate']:.3g}/s | {' | '.join(cells)} |"
+
+
 # ---- the report ----
 
 INTRODUCTION = """# Measurements
@@ -295,6 +312,15 @@ sharing wins. \\*: less than 120 s of arrivals.
 | trace, targets in ms | GPUs | shared | divided ÷ shared |
 | --- | ---: | ---: | --- |
 """
+SIMULATED = """
+## Simulated beside measured
+
+The sustained runs of `auto` above, simulated later (`python -m bench.simulator_error`): measured / simulated. The
+planner may have changed since a run was measured.
+
+| model, requests, rate | on time, % | median TPOT, ms | median TTFT, ms | p99 TTFT, ms |
+| --- | ---: | ---: | ---: | ---: |
+"""
 FILES = "\n## Files\n\nEach file names its device, versions and commit.\n\n"
 
 
@@ -335,11 +361,13 @@ def make_report(
     folder: str,
     pictures: str,
     fleets: Sequence[str] = (),
+    simulated: Sequence[str] = (),
     others: Mapping[str, Sequence[Source]] = MappingProxyType({}),
 ) -> str:
     """The report as Markdown; the same text for the same files.
 
-    ``fleets`` are rows of :func:`fleet_rows`; ``others`` are results of other GPUs, by their folder's name.
+    ``fleets`` are rows of :func:`fleet_rows`, ``simulated`` of :func:`simulated_rows`; ``others`` are results of other
+    GPUs, by their folder's name.
     """
     newest = _newest(sources)
     versions = newest.get("versions") or {}
@@ -356,6 +384,7 @@ def make_report(
         *(f"![{text}]({pictures}/{name})" for name, text in PLOTS.items()),
         WORSE + "\n".join(line for task in tasks for line in worse_rows(task)),
         *(_other_gpu(name, others[name]) for name in sorted(others)),
+        *([SIMULATED + "\n".join(simulated)] if simulated else ()),
         *([FLEETS + "\n".join(fleets)] if fleets else ()),
         FILES + "\n".join(_file_lines(sources)),
     ]
@@ -458,8 +487,9 @@ def main(results: Path, output: Path, check: bool) -> None:
         path = results.resolve()
         shown = path.relative_to(BENCH.parent).as_posix() if path.is_relative_to(BENCH.parent) else path.name
         try:
-            fleets = list(fleet_rows(results.parent / "simulated"))
-            text = make_report(sources, shown, pictures.name, fleets, other_gpus(results))
+            simulated = results.parent / "simulated"
+            rows = list(fleet_rows(simulated)), list(simulated_rows(simulated))
+            text = make_report(sources, shown, pictures.name, *rows, other_gpus(results))
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise ConfigError(f"a file in {results} is damaged: {type(error).__name__}: {error}") from error
     except BulletGraphError as error:

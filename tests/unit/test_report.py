@@ -8,8 +8,10 @@ import pytest
 from click.testing import CliRunner, Result
 
 from bench import report as report_module
+from bench import simulator_error
 from bench.evidence import read_results, tasks_of
 from bench.report import BENCH, main
+from bullet_graph.errors import ConfigError
 
 AUTO, VLLM_512, VLLM_2048 = "bullet_graph auto", "vllm 0.24.0 chunk 512", "vllm 0.24.0 chunk 2048"
 PROVENANCE = {"date_utc": "2026-01-02T03:04:05+00:00", "device_name": "NVIDIA H200", "device_uuid": "card"}
@@ -112,6 +114,42 @@ def test_other_gpus_have_a_table_of_their_own(results: Path, tmp_path: Path) -> 
     assert "batch 1, context 1,000 | 8.00 ms |" in section
     assert "8.00 ms" not in before
     assert "`a100/`" in section
+
+
+def test_simulated_runs_stand_beside_the_measured(results: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "simulated"
+    folder.mkdir()
+    measured = dict.fromkeys(simulator_error.FIGURES, 1500.0) | {"slo_attainment": 0.9876, "median_tpot_ms": 13.25}
+    row = {"model": "llama-3.1-8b", "workload": "synthetic:conv", "request_rate": 22.5, "measured": measured}
+    row["simulated"] = measured | {"slo_attainment": 0.95, "p99_ttft_ms": 999.6}
+    (folder / "error.json").write_text(json.dumps({"rows": [row]}))
+    expected = "| llama-3.1-8b, conv, 22.5/s | 98.8 / 95.0 | 13.2 / 13.2 | 1,500 / 1,500 | 1,500 / 1,000 |"
+    assert list(report_module.simulated_rows(folder)) == [expected]
+    assert report("--results", results, "--output", tmp_path / "REPORT.md").exit_code == 0
+    assert expected in (tmp_path / "REPORT.md").read_text()
+    assert list(report_module.simulated_rows(results)) == []
+
+
+def test_a_measured_run_is_simulated_by_its_own_settings(tmp_path: Path) -> None:
+    own = cell("bullet_graph auto", run_at(1.5, 0.9, sustained=True), run_at(3.0, 0.9), slo="ttft:500ms tpot:50ms")
+    own["workload"] = "synthetic:conv"
+    peer = cell(VLLM_512, run_at(1.5, 0.8, sustained=True))
+    settings = {"device_name": "NVIDIA H200", "model": "llama-3.1-8b", "max_num_seqs": 7, "seed": 3, "dtype": "auto"}
+    write_comparison(tmp_path / "peers.json", own, peer, **settings)
+    (source,) = read_results(tmp_path)
+    ((found, run),) = simulator_error.measured_runs(source)
+    assert (found["system"], run["request_rate"]) == ("bullet_graph auto", 1.5)
+    arguments = simulator_error.command_of(source.fields["settings"], found, run)
+    words = (
+        "--gpu h200 --model llama-3.1-8b --trace synthetic:conv --first-rate 1.5 --max-runs 1 --max-num-seqs 7 --seed 3"
+    )
+    assert set(words.split()) <= set(arguments)
+    assert "ttft:500 tpot:50" in arguments
+    figures = simulator_error.simulated([*arguments, "--smoke", "--num-prompts", "20"])
+    assert (figures["request_rate"], figures["backend"]) == (1.5, "bullet-graph simulate")
+    assert figures.keys() >= set(simulator_error.FIGURES)
+    with pytest.raises(ConfigError, match=r"failed: .*no-such"):
+        simulator_error.simulated([*arguments, "--gpu", "no-such"])
 
 
 def test_fleets_are_compared_per_gpu(tmp_path: Path) -> None:

@@ -1,0 +1,98 @@
+"""``python -m bench.simulator_error``: simulates the sustained runs of results, to set them beside what was measured.
+
+Each run is simulated by the command that its file's settings give: same model, workload, rate, targets and limits.
+"""
+
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+
+from bench.evidence import CLAIMED, Run, Source, dicts, read_results
+from bench.record import Refusal, write_report
+from bullet_graph.errors import BulletGraphError, ConfigError
+from bullet_graph.perf.table import gpu_nickname
+
+FIGURES = ("slo_attainment", "median_ttft_ms", "p99_ttft_ms", "median_tpot_ms", "p99_itl_ms", "output_throughput")
+_LIMITS = (
+    "max_model_len",
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "gpu_memory_utilization",
+    "kv_cache_dtype",
+    "seed",
+)
+
+
+def measured_runs(source: Source) -> Iterator[tuple[dict[str, Any], Run]]:
+    """The sustained runs of ``auto`` in a comparison, each with its cell."""
+    for cell in dicts(source.fields["cells"]) if source.is_comparison else ():
+        for run in dicts(cell["runs"]) if cell["system"] == CLAIMED else ():
+            if run.get("sustained"):
+                yield cell, run
+
+
+def command_of(settings: dict[str, Any], cell: dict[str, Any], run: Run) -> list[str]:
+    """Arguments of ``bullet-graph`` that simulate a run of a file with these settings."""
+    limits = {name: settings[name] for name in _LIMITS if settings.get(name) is not None}
+    options = {
+        "gpu": gpu_nickname(settings["device_name"]),
+        "model": settings["model"],
+        "trace": cell["workload"],
+        "goodput": cell["slo"].replace("ms", ""),
+        "first-rate": run["request_rate"],
+        "max-runs": 1,
+        **{name.replace("_", "-"): value for name, value in limits.items()},
+    }
+    return ["simulate", "--sweep", *(word for name, value in options.items() for word in (f"--{name}", str(value)))]
+
+
+def simulated(arguments: list[str]) -> Run:
+    """The figures of the one run that a command simulates. Raises ConfigError where it fails."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "run.json")
+        command = [sys.executable, "-m", "bullet_graph", *arguments, "--output-json", str(path)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise ConfigError(f"bullet-graph {' '.join(arguments)} failed: {done.stderr.strip()}")
+        return dict(json.loads(path.read_text(encoding="utf-8"))["policies"]["auto"]["results"][0])
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"], "show_default": True})
+@click.option(
+    "--results",
+    type=click.Path(path_type=Path),
+    default=Path(__file__).resolve().parent / "results" / "h200",
+    help="Folder of measured comparisons.",
+)
+@click.option("--output-json", type=click.Path(dir_okay=False, path_type=Path), required=True)
+def main(results: Path, output_json: Path) -> None:
+    """Simulate what was measured. A run takes some ten seconds.
+
+    \b
+    Example:
+      python -m bench.simulator_error --output-json bench/results/simulated/error.json
+    """
+    rows = []
+    try:
+        for source in read_results(results):
+            for cell, run in measured_runs(source):
+                arguments = command_of(source.fields["settings"], cell, run)
+                click.echo(f"bullet-graph {' '.join(arguments)}", err=True)
+                row = {"file": source.name, "model": source.fields["settings"]["model"]}
+                row |= {name: cell[name] for name in ("workload", "slo")}
+                row |= {name: run[name] for name in ("request_rate", "stable", "date")}
+                figures = {"measured": run, "simulated": simulated(arguments)}
+                rows.append(row | {way: {name: one[name] for name in FIGURES} for way, one in figures.items()})
+        write_report(output_json, {"rows": rows}, device="cpu")
+    except BulletGraphError as error:
+        raise Refusal(str(error)) from error
+
+
+if __name__ == "__main__":
+    main()
