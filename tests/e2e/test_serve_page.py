@@ -78,7 +78,8 @@ def test_the_page_shows_what_the_server_does(browser: "sync_api.Browser") -> Non
             p50, p90, p99 = (float(cell.replace(",", "")) for cell in cells)
             assert 0 < p50 <= p90 <= p99
             assert page.text_content("#slo") == "100.0 %"
-            assert page.text_content("#queue-most") == "4"
+            # The samples of one request, or of two where the next came before the last had been taken off.
+            assert page.text_content("#queue-most") in ("4", "8")
             wait_for(page, "parseFloat(document.getElementById('prefixes').textContent) > 50")
             assert "solo" in str(page.text_content("#policies"))
         loading.result(30)
