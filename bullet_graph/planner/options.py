@@ -5,7 +5,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
-from itertools import product
+from itertools import product, takewhile
 from typing import Literal, NamedTuple, get_args
 
 from bullet_graph.perf.performance import PerformanceModel, Prediction, attention_pairs
@@ -212,21 +212,20 @@ class Options:
     def mixed_sizes(self) -> list[Option]:
         """Mixed forwards to weigh: all rows, half of them, and so on; with a limit, the largest within it, and bursts.
 
-        A burst exceeds the limit once, within the slack of every sequence, and then decode catches up alone. It must be
-        far cheaper per prompt token: with experts, any chunk reads nearly all weights.
+        A burst exceeds the limit once, within the slack of every sequence, and is far cheaper per prompt token.
         """
         most = min(self._predictor.max_chunk_tokens, self.backlog.tokens)
         halvings = range(max((most // TUNING.least_chunk_tokens).bit_length(), 1))
         if self.limit_ms == math.inf:
             return [self.mixed(most >> halving) for halving in halvings]
         steady = self.largest_mixed() or self.mixed(TUNING.floor_tokens)
-        cost_ms = TUNING.burst_cost * self._ms_per_prompt_token(steady)
-        larger = (self.mixed(most >> halving) for halving in halvings if most >> halving > steady.chunk_tokens)
-        bursts = [o for o in larger if o.interval_ms <= self._burst_ms and self._ms_per_prompt_token(o) <= cost_ms]
-        return [steady, *(replace(burst, holds_tpot=True) for burst in bursts)]
+        cost_ms = TUNING.burst_cost * self._added_ms_per_token(steady)
+        sizes = (most >> halving for halving in reversed(halvings))
+        larger = (self.mixed(tokens) for tokens in sizes if tokens > steady.chunk_tokens)
+        bursts = takewhile(lambda option: option.interval_ms <= self._burst_ms, larger)
+        return [steady, *(replace(o, holds_tpot=True) for o in bursts if self._added_ms_per_token(o) <= cost_ms)]
 
-    def _ms_per_prompt_token(self, mixed: Option) -> float:
-        """What each prompt row adds to a decode step."""
+    def _added_ms_per_token(self, mixed: Option) -> float:
         return (mixed.interval_ms - self._decode_ms) / mixed.chunk_tokens
 
     def largest_mixed(self) -> Option | None:

@@ -84,6 +84,7 @@ class Option:
         prefill_tokens_per_s: predicted prefill rate; 0 without prefill.
         throughput: prefill rate ÷ its solo rate + decode rate ÷ its solo rate; more than 1 beats taking turns.
         measured: the prediction rests on measured points alone.
+        holds_tpot: the interval is within the budget, or that of a burst within the slack.
         holds_ttft: the rate meets the deadlines that can be met, and the next chunk ends before the earliest.
     """
 

@@ -32,8 +32,8 @@ class PlannerTuning:
     ttft_share: float = 0.95  # share of the time to a deadline that prefill may be planned to take
     # Intervals are planned up to this many times the tightest TPOT target; a larger lead is kept.
     budget_cap: float = 1.15
-    # A burst may last this many times the tightest TPOT target, and may cost at most this share of what the largest
-    # forward within the budget costs per prompt token (README.md has what they bring). With 2 targets, less.
+    # A burst lasts at most this many times the tightest TPOT target; with 2, half of its gain is lost (bench/LOG.md).
+    # Per prompt token it costs at most this share of what the largest forward within the budget costs.
     burst_targets: float = 3.0
     burst_cost: float = 0.8
     # Prefill may pause this long in favour of TPOT targets, then for every second tick at most.
