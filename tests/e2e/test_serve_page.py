@@ -59,6 +59,8 @@ def test_the_page_shows_what_the_server_does(browser: "sync_api.Browser") -> Non
         def load() -> None:
             while not stop.is_set():
                 served.complete(prompt=[1] * 20, max_tokens=30, n=4, slo={"ttft_ms": 1e6})
+                while served.engine.stats.num_running:  # else the page counts these beside the next
+                    time.sleep(0.001)
 
         with ThreadPoolExecutor(1) as pool, ExitStack() as stack:
             loading = pool.submit(load)
@@ -78,8 +80,7 @@ def test_the_page_shows_what_the_server_does(browser: "sync_api.Browser") -> Non
             p50, p90, p99 = (float(cell.replace(",", "")) for cell in cells)
             assert 0 < p50 <= p90 <= p99
             assert page.text_content("#slo") == "100.0 %"
-            # The samples of one request, or of two where the next came before the last had been taken off.
-            assert page.text_content("#queue-most") in ("4", "8")
+            assert page.text_content("#queue-most") == "4"
             wait_for(page, "parseFloat(document.getElementById('prefixes').textContent) > 50")
             assert "solo" in str(page.text_content("#policies"))
         loading.result(30)
