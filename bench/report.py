@@ -10,10 +10,9 @@ import io
 import json
 import math
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import click
@@ -259,7 +258,7 @@ def simulated_rows(folder: Path) -> Iterator[str]:
             " / ".join(f"{scale * way[name]:,.{digits}f}" for way in ways)
             for name, scale, digits in (("slo_attainment", 100, 1), ("median_tpot_ms", 1, 1), ("p99_ttft_ms", 1, 0))
         )
-        workload = row["workload"].partition(":")[2]
+        workload = row["workload"].rpartition(":")[2]
         yield f"| {row['model']}, {workload}, {row['request_rate']:.3g}/s | {' | '.join(cells)} |"
 
 
@@ -312,7 +311,7 @@ sharing wins. \\*: less than 120 s of arrivals.
 SIMULATED = """
 ## Simulated beside measured
 
-The sustained runs of `auto`: measured / simulated with the planner of now (`python -m bench.simulator_error`).
+The sustained runs of `auto`: measured / simulated with the current planner (`python -m bench.simulator_error`).
 
 | model, requests, rate | on time, % | median TPOT, ms | p99 TTFT, ms |
 | --- | ---: | ---: | ---: |
@@ -320,9 +319,8 @@ The sustained runs of `auto`: measured / simulated with the planner of now (`pyt
 FILES = "\n## Files\n\nEach file names its device, versions and commit.\n\n"
 
 
-def headlines(sources: Sequence[Source]) -> list[Row]:
-    """The rows of the first table."""
-    tasks = tasks_of(sources)
+def headlines(sources: Sequence[Source], tasks: Sequence[Task]) -> list[Row]:
+    """The rows of the first table; ``tasks`` are those of the sources."""
     return [
         *decode_rows(sources),
         *(row for task in tasks if not task.is_search for row in load_rows(task, sources)),
@@ -337,19 +335,17 @@ def _newest(sources: Sequence[Source]) -> dict[str, Any]:
     return max(found, key=lambda p: str(p.get("date_utc") or ""), default={})
 
 
-def other_gpus(results: Path) -> dict[str, list[Source]]:
-    """Results of other GPUs, from the folders beside this one, by their names; CPUs and simulations are none."""
-    beside = [f for f in results.resolve().parent.iterdir() if f.is_dir() and f.name != results.resolve().name]
-    found = {f.name: read_results(f) for f in beside if f.name not in ("cpu", "simulated")}
-    return {name: sources for name, sources in found.items() if _newest(sources).get("device_uuid")}
-
-
-def _other_gpu(name: str, sources: Sequence[Source]) -> str:
-    newest = _newest(sources)
-    head = OTHER_GPU.format(
-        device=newest.get("device_name", "unknown"), driver=newest.get("driver_version", "unknown"), folder=name
-    )
-    return head + TABLE + "\n".join(map(str, headlines(sources)))
+def other_gpus(results: Path) -> Iterator[str]:
+    """A section for each other GPU, from the folders beside this one; CPUs and simulations are none."""
+    for folder in sorted(f for f in results.resolve().parent.iterdir() if f.is_dir()):
+        if folder.name in ("cpu", "simulated", results.resolve().name):
+            continue
+        sources = read_results(folder)
+        newest = _newest(sources)
+        if newest.get("device_uuid"):
+            driver = newest.get("driver_version", "unknown")
+            head = OTHER_GPU.format(device=newest["device_name"], driver=driver, folder=folder.name)
+            yield head + TABLE + "\n".join(map(str, headlines(sources, tasks_of(sources))))
 
 
 def make_report(
@@ -358,12 +354,12 @@ def make_report(
     pictures: str,
     fleets: Sequence[str] = (),
     simulated: Sequence[str] = (),
-    others: Mapping[str, Sequence[Source]] = MappingProxyType({}),
+    others: Sequence[str] = (),
 ) -> str:
     """The report as Markdown; the same text for the same files.
 
-    ``fleets`` are rows of :func:`fleet_rows`, ``simulated`` of :func:`simulated_rows`; ``others`` are results of other
-    GPUs, by their folder's name.
+    ``fleets`` are rows of :func:`fleet_rows`, ``simulated`` of :func:`simulated_rows`; ``others`` are sections of
+    :func:`other_gpus`.
     """
     newest = _newest(sources)
     versions = newest.get("versions") or {}
@@ -375,11 +371,11 @@ def make_report(
         versions=", ".join(f"{name} {versions[name]}" for name in LIBRARIES if versions.get(name)),
     )
     lines = [
-        head + TABLE + "\n".join(map(str, headlines(sources))),
+        head + TABLE + "\n".join(map(str, headlines(sources, tasks))),
         "",
         *(f"![{text}]({pictures}/{name})" for name, text in PLOTS.items()),
         WORSE + "\n".join(line for task in tasks for line in worse_rows(task)),
-        *(_other_gpu(name, others[name]) for name in sorted(others)),
+        *others,
         *([SIMULATED + "\n".join(simulated)] if simulated else ()),
         *([FLEETS + "\n".join(fleets)] if fleets else ()),
         FILES + "\n".join(_file_lines(sources)),
@@ -483,9 +479,9 @@ def main(results: Path, output: Path, check: bool) -> None:
         path = results.resolve()
         shown = path.relative_to(BENCH.parent).as_posix() if path.is_relative_to(BENCH.parent) else path.name
         try:
-            simulated = results.parent / "simulated"
-            rows = list(fleet_rows(simulated)), list(simulated_rows(simulated))
-            text = make_report(sources, shown, pictures.name, *rows, other_gpus(results))
+            folder = results.parent / "simulated"
+            fleets, simulated = list(fleet_rows(folder)), list(simulated_rows(folder))
+            text = make_report(sources, shown, pictures.name, fleets, simulated, list(other_gpus(results)))
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise ConfigError(f"a file in {results} is damaged: {type(error).__name__}: {error}") from error
     except BulletGraphError as error:

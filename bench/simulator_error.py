@@ -1,6 +1,6 @@
-"""``python -m bench.simulator_error``: simulates the sustained runs of results, to set them beside what was measured.
+"""``python -m bench.simulator_error``: simulates each sustained run that was measured, for a comparison of both.
 
-Each run is simulated by the command that its file's settings give: same model, workload, rate, targets and limits.
+Model, workload, rate, targets and limits are those of the measured run.
 """
 
 import json
@@ -72,7 +72,7 @@ def simulated(arguments: list[str]) -> Run:
 )
 @click.option("--output-json", type=click.Path(dir_okay=False, path_type=Path), required=True)
 def main(results: Path, output_json: Path) -> None:
-    """Simulate what was measured. A run takes some ten seconds.
+    """Simulate what was measured. A run takes some 25 s.
 
     \b
     Example:
