@@ -2,7 +2,6 @@
 
 import math
 from collections import Counter
-from collections.abc import Sequence
 from typing import Any
 
 from ray.serve.config import AutoscalingContext
@@ -14,9 +13,12 @@ from bullet_graph.routing import PrefixHolders, ranked
 class PrefixRouter(RequestRouter):  # type: ignore[misc]
     """Sends a request to the replica that holds most of its prompt, as long as that one is not too busy.
 
+    A choice counts at once: a replica accepts a request only later, and requests with one prompt may come together.
     The third argument of a request are its :func:`~bullet_graph.serve.prompt_keys.prompt_keys`. ``slack`` is set by
     ``request_router_kwargs``.
     """
+
+    queue_len_response_deadline_s = 1.0  # after Ray's 0.1 s, a busy replica would lose its prompts to another
 
     def initialize_state(self, slack: int = 16) -> None:
         self._slack = slack
@@ -29,14 +31,14 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]
         if pending_request is not None:
             pending_request.routing_context.should_backoff = True
         replicas = {each.replica_id: each for each in candidate_replicas}
-        keys = _keys_of(pending_request)
+        keys = pending_request.args[2] if pending_request is not None and len(pending_request.args) > 2 else ()
         order = ranked(list(replicas), self._prefixes, keys, self._running.__getitem__, self._slack)
+        self._prefixes.add(keys, order[0])
         return [[replicas[each]] for each in order]
 
-    def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
-        del result
+    def on_send_request(self, replica_id: ReplicaID) -> None:
+        super().on_send_request(replica_id)
         self._running[replica_id] += 1
-        self._prefixes.add(_keys_of(pending_request), replica_id)
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
         del internal_request_id
@@ -50,10 +52,6 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]
             self._prefixes.keep(now)
             for gone in before - now:
                 del self._running[gone]
-
-
-def _keys_of(request: PendingRequest | None) -> Sequence[bytes]:
-    return request.args[2] if request is not None and len(request.args) > 2 else ()
 
 
 class Scaler:

@@ -27,10 +27,11 @@ ray = pytest.importorskip("ray", reason="needs the extra `ray`: pip install 'bul
 serve = pytest.importorskip("ray.serve", reason="needs the extra `ray`: pip install 'bullet-graph[ray]'")
 from ray._private import parameter  # noqa: E402
 from ray._private.node import Node  # noqa: E402
+from ray.serve.request_router import RequestRouter  # noqa: E402
 
 from bullet_graph.ray.batch_files import CHAT  # noqa: E402
 from bullet_graph.ray.job import _Worker, _Workers  # noqa: E402
-from bullet_graph.ray.replicas import Scaler  # noqa: E402
+from bullet_graph.ray.replicas import PrefixRouter, Scaler  # noqa: E402
 
 ENGINE = {"device": "cpu", "kv_cache_bytes": 4 << 20, "max_model_len": 512, "cpu_threads": 1, "max_num_seqs": 32}
 OPTIONS = (
@@ -51,8 +52,10 @@ def here() -> Iterator[None]:
         patch.setattr(Node, "start_api_server", lambda *_, **__: None)
         patch.setattr("ray.data._internal.stats.get_or_create_stats_actor", MagicMock)
         patch.setattr(parameter, "RayParams", partial(parameter.RayParams, include_log_monitor=False, no_monitor=True))
-        config = {"enable_worker_prestart": False, "prestart_worker_first_driver": False}
+        config: dict[str, Any] = {"enable_worker_prestart": False, "prestart_worker_first_driver": False}
         config["enable_metrics_collection"] = False
+        # Otherwise 15: beside other tests, a worker would starve, and Ray replace it.
+        config["worker_niceness"] = 0
         # More CPUs than there are: a batch takes two, Ray Serve three, and one more while a replica is replaced.
         options = {"include_dashboard": False, "log_to_driver": False, "object_store_memory": 100 << 20}
         ray.init("local", num_cpus=4, _system_config=config, **options)
@@ -316,6 +319,26 @@ def test_replicas_follow_the_largest_of_queue_ttft_and_use(figures: dict[str, An
     scaler = Scaler(target_queue_len=16, target_ttft_ms=1000, max_num_seqs=100)
     context = SimpleNamespace(aggregated_metrics=figures, current_num_replicas=4, target_num_replicas=3)
     assert scaler(context)[0] == wanted
+
+
+async def test_requests_with_one_prompt_that_come_together_go_to_one_replica(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RequestRouter, "on_send_request", lambda *_: None)
+    router = PrefixRouter.__new__(PrefixRouter)
+    router.initialize_state(slack=2)
+    replicas = [SimpleNamespace(replica_id=name) for name in "ab"]
+
+    async def first_choice(key: bytes) -> str:
+        request = SimpleNamespace(args=({}, b"", [key]), routing_context=SimpleNamespace())
+        return (await router.choose_replicas(replicas, request))[0][0].replica_id
+
+    assert [await first_choice(b"one"), await first_choice(b"one")] == ["a", "a"]
+    router.on_send_request("a")
+    assert [await first_choice(b"two"), await first_choice(b"one")] == ["b", "a"]
+    router.on_send_request("a")
+    router.on_send_request("a")
+    assert await first_choice(b"one") == "b"
+    router.on_request_completed("a", "")
+    assert await first_choice(b"one") == "b"
 
 
 def test_workers_and_replicas_take_a_gpu_for_each_rank(monkeypatch: pytest.MonkeyPatch) -> None:
