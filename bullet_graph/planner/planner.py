@@ -184,6 +184,8 @@ class Planner:
         if unlimited:
             first = options.prefill_only()
             weighed.append(first)
+            if first.holds_ttft and not any(option.holds_ttft for option in beside):
+                return self._follow(first, options, load, "ttft", weighed)
             if max(map(self._throughput, beside)) < TUNING.beside_gain * first.throughput:
                 return self._follow(first, options, load, "throughput", weighed)
         holding = [option for option in beside if option.holds_tpot or options.infeasible]

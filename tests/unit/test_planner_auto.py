@@ -353,6 +353,15 @@ def test_tpot_is_not_planned_over_target_where_an_option_holds_it(load: Load) ->
 
 
 @given(loads)
+@example(  # only prompts alone are fast enough
+    Load(
+        50.0,
+        decoding(49, context=882),
+        (PromptLoad(400, 3000, math.inf), PromptLoad(5039, 0, math.inf), PromptLoad(118, 0, 50.1484)),
+        5557,
+        None,
+    )
+)
 def test_both_targets_are_held_where_an_option_holds_both(load: Load) -> None:
     plan = planner().plan(load)
     if any(o.holds_tpot and o.holds_ttft and o.prefill_tokens_per_s for o in plan.options):
