@@ -9,7 +9,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 # Until all tests are imported: what that makes stays.
 gc.disable()
@@ -29,7 +29,10 @@ if "PYTEST_XDIST_WORKER" in os.environ or "-n" not in sys.argv:
     if not torch.cuda.is_available():
         os.environ.setdefault("TRITON_INTERPRET", "1")
 
-settings.register_profile("thorough", max_examples=1000)
+# How long an example takes says how busy the machine is.
+settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("thorough", settings.get_profile("untimed"), max_examples=1000)
+settings.load_profile("untimed")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

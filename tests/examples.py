@@ -5,4 +5,4 @@ from hypothesis import settings
 
 def few(count: int) -> settings:
     """So many, and ten times as many in ``make test-thorough``."""
-    return settings(max_examples=count * settings().max_examples // 100, deadline=None)
+    return settings(max_examples=count * settings().max_examples // 100)

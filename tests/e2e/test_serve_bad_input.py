@@ -199,7 +199,6 @@ def test_requests_that_schemathesis_makes_up_are_answered_as_described(served: S
 
             @settings(
                 max_examples=8,
-                deadline=None,
                 database=None,
                 derandomize=True,
                 suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow],

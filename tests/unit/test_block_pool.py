@@ -26,7 +26,7 @@ def int32(values: list[int]) -> np.ndarray:
     return np.array(values, dtype=np.int32)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(num_blocks=st.integers(1, 16), operations=st.lists(st.one_of(GROW, SLIDE, RELEASE), max_size=60))
 def test_each_block_has_at_most_one_owner(num_blocks: int, operations: list[tuple[str, int, int]]) -> None:
     pool = make_pool(num_blocks)
@@ -70,7 +70,7 @@ def test_each_block_has_at_most_one_owner(num_blocks: int, operations: list[tupl
     assert pool.num_free == num_blocks - 1
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     lengths=st.lists(st.integers(1, MAX_BLOCKS * BLOCK_TOKENS), min_size=1, max_size=NUM_SLOTS),
     windows=st.lists(st.integers(1, MAX_BLOCKS * BLOCK_TOKENS), min_size=NUM_SLOTS, max_size=NUM_SLOTS),

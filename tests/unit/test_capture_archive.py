@@ -139,7 +139,7 @@ def test_an_import_takes_the_place_of_another_build_unless_that_is_in_use(file: 
     assert [found.path for found in target.read(own.entry_id).manifest.files] == sorted(FILES)
 
 
-SMALL = settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+SMALL = settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 @SMALL

@@ -77,7 +77,7 @@ def mooncake_rows(draw: st.DrawFn) -> list[dict[str, object]]:
     return rows
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=40)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=40)
 @given(rows=mooncake_rows())
 def test_prompts_share_the_tokens_of_their_leading_hash_ids(tmp_path: Path, rows: list[dict[str, object]]) -> None:
     path = tmp_path / "m.jsonl"
@@ -99,7 +99,7 @@ def test_prompts_share_the_tokens_of_their_leading_hash_ids(tmp_path: Path, rows
     assert whole_prompts(workload, seed=1)[0] != prompts[0]
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=25)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=25)
 @given(
     conversations=st.lists(
         st.lists(st.tuples(st.integers(1, 40), st.integers(1, 40)), min_size=1, max_size=4), min_size=1, max_size=4
@@ -145,7 +145,7 @@ def test_sharegpt_turns_begin_with_all_before_them(
         assert workload.shareable_prompt_tokens == shareable(workload)
 
 
-@settings(deadline=None, max_examples=8)
+@settings(max_examples=8)
 @given(seed=st.integers(0, 1000), count=st.integers(1, 60))
 def test_chat_shares_system_prompts_and_turns(seed: int, count: int) -> None:
     workload = load_workload("synthetic:chat", num_requests=count, seed=seed)
@@ -293,7 +293,7 @@ def delays_s(workload: Workload, replayed: Replay, arrivals_s: Sequence[float]) 
     return found
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(CONVERSATIONS, st.none() | st.integers(1, 3))
 def test_turns_wait_for_each_other_in_every_replay(plan: list[tuple[int, list[int]]], limit: int | None) -> None:
     workload, arrivals_s = chat_of(plan)

@@ -139,7 +139,7 @@ def traffics(draw: st.DrawFn) -> Traffic:
     )
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(traffics(), st.integers(1, 4), st.sampled_from(["prefix", "least-load"]))
 def test_each_request_is_served_once(traffic: Traffic, machines: int, router: Any) -> None:
     requests = traffic.workload.requests

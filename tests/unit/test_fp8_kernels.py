@@ -40,7 +40,7 @@ def assert_same_rounding(found: torch.Tensor, expected: torch.Tensor) -> None:
     assert (a != b).float().mean() < 0.1
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     rows=st.integers(0, 4),
     width=st.integers(1, 300),

@@ -50,7 +50,7 @@ class FreshRows:
             out[start:stop] = attended[0].transpose(0, 1)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     chunks=st.lists(st.tuples(st.sampled_from([0, 0, 3, 4, 9]), st.integers(1, 9), st.just(True)), max_size=5),
     decode=st.lists(st.integers(0, 10), max_size=3),

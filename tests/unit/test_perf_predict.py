@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from fakes import perf_tables
 from fakes.perf_tables import H200_KEY, LLAMA_8B, h200_table, interrupted_table
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from bullet_graph.errors import PerfTableError
@@ -235,7 +235,6 @@ def assert_rises(ms: float, *more_ms: float) -> None:
     assert all(ms <= more * (1 + 1e-9) for more in more_ms)
 
 
-@settings(deadline=None)
 @given(MODELS, st.integers(1, 1024), st.integers(1, 2_000_000), st.integers(0, 2_000_000), SMS)
 def test_decode_never_falls(model: TableModel, batch_size: int, kv: int, more: int, sms: int | None) -> None:
     assert_rises(model.decode(batch_size, kv, sms).ms, model.decode(batch_size, kv + more, sms).ms)
@@ -244,14 +243,12 @@ def test_decode_never_falls(model: TableModel, batch_size: int, kv: int, more: i
     assert_rises(*(model.decode(n, n * (kv // batch_size), sms).ms for n in rows))
 
 
-@settings(deadline=None)
 @given(MODELS, st.integers(1, 16384), st.integers(0, 4096), st.integers(0, 100_000), SMS)
 def test_prefill_never_falls(model: TableModel, tokens: int, more: int, cached: int, sms: int | None) -> None:
     chunks = ((tokens, cached), (tokens + more, cached), (tokens, cached + more))
     assert_rises(*(model.prefill(chunk[0], attention_pairs(*chunk), sms).ms for chunk in chunks))
 
 
-@settings(deadline=None)
 @given(MODELS, st.integers(1, 8192), st.integers(0, 50_000), st.integers(1, 512), st.integers(1, 8000))
 def test_mixed_never_falls(model: TableModel, tokens: int, cached: int, batch_size: int, context: int) -> None:
     kv = batch_size * context
@@ -264,7 +261,6 @@ def test_mixed_never_falls(model: TableModel, tokens: int, cached: int, batch_si
     )
 
 
-@settings(deadline=None)
 @given(
     MODELS,
     st.sampled_from([16, 32, 64, 70, 112]),

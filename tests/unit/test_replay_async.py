@@ -120,7 +120,7 @@ async def test_a_late_send_counts_against_the_system() -> None:
     assert [r.metrics.ttft_ms for r in served] == [2500, 2250, 2000]
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(
     plan=st.lists(st.tuples(st.integers(0, 40), st.lists(st.integers(1, 30), min_size=1, max_size=4)), min_size=1),
     limit=st.none() | st.integers(1, 4),

@@ -185,7 +185,7 @@ def queue(load: float, *, num_requests: int = 1200, rate: float = 10.0, seed: in
 
 
 @given(seed=st.integers(0, 2**32), share=st.floats(0.05, 0.6))
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 def test_a_queue_with_capacity_to_spare_is_stable(seed: int, share: float) -> None:
     queue_growth = QueueGrowth.of(queue(share, seed=seed), 0.0, 120.0)
     assert queue_growth.stable
@@ -193,7 +193,7 @@ def test_a_queue_with_capacity_to_spare_is_stable(seed: int, share: float) -> No
 
 
 @given(seed=st.integers(0, 2**32), load=st.floats(1.2, 3))
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 def test_a_queue_that_grows_is_unstable(seed: int, load: float) -> None:
     assert not QueueGrowth.of(queue(load, seed=seed), 0.0, 120.0).stable
 

@@ -73,7 +73,7 @@ PIECES = st.lists(st.text("ab", min_size=0, max_size=3) | st.just("~"), min_size
 STOPS = st.lists(st.text("ab\ufffd", min_size=1, max_size=5), max_size=3)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(pieces=PIECES, stops=STOPS, limits=st.tuples(st.integers(1, 14), st.integers(0, 14)))
 def test_text_ends_where_a_naive_search_says(pieces: list[str], stops: list[str], limits: tuple[int, int]) -> None:
     max_tokens, min_tokens = max(limits), min(limits)

@@ -66,7 +66,7 @@ def steps(draw: st.DrawFn) -> Described:
     return Described(chunks, decode, slots, blocks.tolist(), draw(st.sampled_from([1, 3, 16])))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(steps())
 def test_rows_are_those_of_a_naive_loop(step: Described) -> None:
     expected = naive(step)

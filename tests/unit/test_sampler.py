@@ -106,7 +106,7 @@ def test_the_tests_own_philox_gives_the_published_vectors(
         assert philox_uniform(0, 0, 1).tolist() == [((expected[0] >> 9) + 0.5) / 2**23]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(seed=st.integers(0, 2**63 - 1), position=st.integers(0, 2**31 - 1), count=st.integers(1, 50))
 def test_uniform_numbers_are_philox_of_seed_position_and_token(seed: int, position: int, count: int) -> None:
     numbers = philox_uniform(seed, position, count)
@@ -120,7 +120,7 @@ def test_uniform_numbers_are_philox_of_seed_position_and_token(seed: int, positi
 GRID = st.integers(-6, 6).map(lambda n: n / 2)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     scores=st.lists(st.one_of(GRID, st.floats(-5, 5, width=32)), min_size=1, max_size=10),
     temperature=st.one_of(st.sampled_from([0.5, 1.0, 2.0]), st.floats(0.25, 4)),

@@ -220,7 +220,6 @@ class TestOrderPrompts:
         resumed = [prompts[i].resumed for i in order]
         assert resumed == sorted(resumed, reverse=True)
 
-    @settings(deadline=None)
     @given(queues, st.floats(0.1, 3.0))
     def test_no_order_meets_more_deadlines(self, prompts: list[PromptLoad], ms_per_token: float) -> None:
         """Of each prompt's own deadline and its second one, the first that it could meet alone."""
@@ -231,7 +230,7 @@ class TestOrderPrompts:
         best = max(num_on_time(prompts, list(o), 1.0, ms_per_token) for o in permutations(range(len(prompts))))
         assert num_on_time(prompts, order, 1.0, ms_per_token) == len(order) == best
 
-    @settings(deadline=None, max_examples=50)
+    @settings(max_examples=50)
     @given(
         late_tokens=st.integers(1, 4000),
         waited=st.floats(1.0, 40.0),
@@ -264,7 +263,7 @@ class TestOrderPrompts:
                 assert name == -1 or now <= queue[name].deadline_s
                 del queue[name]
 
-    @settings(deadline=None, max_examples=30)
+    @settings(max_examples=30)
     @given(
         victims=st.lists(st.integers(50, 400), min_size=1, max_size=4),
         tokens=st.integers(10, 300),

@@ -102,7 +102,7 @@ def test_chat() -> None:
 
 
 @pytest.mark.parametrize("name", SYNTHETIC_NAMES)
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(seed=st.integers(0, 2**63 - 1), fewer=st.integers(1, 50), more=st.integers(0, 50))
 def test_a_request_depends_on_seed_and_index_alone(name: str, seed: int, fewer: int, more: int) -> None:
     short = synthetic_workload(name, fewer, seed)

@@ -106,7 +106,7 @@ JSON = st.recursive(
 )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     st.text().filter(lambda text: "<" not in text and "[" not in text),
     st.lists(st.tuples(st.text(min_size=1), st.dictionaries(TEXTS, JSON, max_size=3)), min_size=1, max_size=3),

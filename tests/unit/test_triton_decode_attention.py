@@ -152,7 +152,7 @@ def test_any_heads(heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype)
     check(config, [37, 1], dtype=dtype, num_sms=1, padding_rows=1)
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 @given(
     kv_lens=st.lists(st.integers(1, 30) | st.sampled_from([1, 3, 4, 5, 16]), min_size=1, max_size=3),
     padding_rows=st.integers(0, 2),

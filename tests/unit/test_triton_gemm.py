@@ -41,7 +41,7 @@ def relative_error(out: torch.Tensor, expected: torch.Tensor) -> float:
 @example(rows=80, hidden_eighths=6, intermediate_eighths=8, group_m=2)
 @example(rows=83, hidden_eighths=1, intermediate_eighths=1, group_m=2)
 @given(st.integers(1, 90), st.integers(1, 8), st.integers(1, 9), st.integers(1, 3))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 def test_any_sizes(rows: int, hidden_eighths: int, intermediate_eighths: int, group_m: int) -> None:
     x, gate_up = inputs(rows, 8 * hidden_eighths, 8 * intermediate_eighths)
     guarded = torch.full((rows + 2, 8 * intermediate_eighths), torch.nan, dtype=torch.half, device=DEVICE)

@@ -78,7 +78,7 @@ def routings(draw: st.DrawFn) -> tuple[torch.Tensor, int]:
 @example((torch.zeros(1, 8), 8), 16, False)
 @example((torch.tensor([[9.0, 0.0, 0.0]]).repeat(35, 1), 1), 16, True)  # all on one expert, in several blocks
 @given(routings(), st.sampled_from([16, 32]), st.booleans())
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 def test_any_routing(routing: tuple[torch.Tensor, int], block_m: int, renormalize: bool) -> None:
     logits, top_k = routing[0].to(DEVICE), routing[1]
     x, experts = rows_of(len(logits)), layer(logits.shape[1], top_k, renormalize=renormalize)

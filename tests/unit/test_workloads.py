@@ -21,7 +21,7 @@ MOONCAKE_ROW = '{"timestamp": 0, "input_length": 5, "output_length": 2, "hash_id
 SHAREGPT_START = '[{"conversations":'
 
 # The temporary folder is shared by a property's examples, each of which writes its own file anew.
-SHARED_FOLDER = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+SHARED_FOLDER = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 def tokenize(text: str) -> list[int]:
