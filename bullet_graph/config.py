@@ -265,6 +265,11 @@ class EngineConfig:
         no_value="the one that fits this GPU and model",
         wanted="a file's name, roofline or None",
     )
+    profile_if_missing: bool = setting(
+        False,
+        "Where a policy or target predicts times and no performance table fits this GPU and model, measure a short "
+        "one first. That takes a minute or two, once.",
+    )
     capture_plan: str | None = setting(
         None,
         "Plan of the steps to capture as CUDA graphs: a file of `bullet-graph capture plan`, or the name of a plan "

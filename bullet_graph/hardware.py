@@ -71,16 +71,31 @@ H200 = GpuSpec(
 )
 """Fitted to sustained runs of Llama-3.1-8B at the 700 W cap (bench/results/h200/); host times: bench/LOG.md."""
 
-H100 = replace(
-    H200,
-    name="NVIDIA H100 80GB HBM3",
-    is_measured=False,
-    memory_bytes=85_017_493_504,
-    bandwidth_gb_s=H200.bandwidth_gb_s * 3.35 / 4.8,
-)
-"""The H200's rates, since the chip and its power cap are the same, with the bandwidth of the H100's memory."""
 
-KNOWN_GPUS: Mapping[str, GpuSpec] = MappingProxyType({gpu.name: gpu for gpu in (H200, H100, GENERIC)})
+def _by_data_sheet(
+    name: str, num_sms: int, memory_gb: float, *, tflops: int, fp8_tflops: int | None, bandwidth_gb_s: int
+) -> GpuSpec:
+    """A GPU that reaches the H200's shares of its data sheet's dense rates; without FP8's, those are of 16 bits."""
+    share = tflops / 989
+    return replace(
+        H200,
+        name=name,
+        is_measured=False,
+        num_sms=num_sms,
+        memory_bytes=int(memory_gb * 1e9),
+        tflops=H200.tflops * share,
+        fp8_tflops=H200.fp8_tflops * fp8_tflops / 1979 if fp8_tflops else H200.tflops * share,
+        attention_tflops=H200.attention_tflops * share,
+        bandwidth_gb_s=H200.bandwidth_gb_s * bandwidth_gb_s / 4800,
+    )
+
+
+H100 = _by_data_sheet("NVIDIA H100 80GB HBM3", 132, 85.017, tflops=989, fp8_tflops=1979, bandwidth_gb_s=3350)
+A100 = _by_data_sheet("NVIDIA A100-SXM4-80GB", 108, 85, tflops=312, fp8_tflops=None, bandwidth_gb_s=2039)
+L40S = _by_data_sheet("NVIDIA L40S", 142, 48, tflops=362, fp8_tflops=733, bandwidth_gb_s=864)
+B200 = _by_data_sheet("NVIDIA B200", 148, 180, tflops=2250, fp8_tflops=4500, bandwidth_gb_s=8000)
+
+KNOWN_GPUS: Mapping[str, GpuSpec] = MappingProxyType({gpu.name: gpu for gpu in (H200, H100, B200, A100, L40S, GENERIC)})
 
 
 def gpu_spec(name: str, num_sms: int) -> GpuSpec:

@@ -38,9 +38,9 @@ from bullet_graph.runtime.profile import prepare_profile, profile_model
 @decode_sms_option("Sizes of the decode lane.", "16,24,32,48,64,80,96, up to three quarters of the GPU")
 @click.option(
     "--time-budget-s",
-    type=click.FloatRange(min=0, min_open=True),
+    type=click.FloatRange(min=0),
     default=480.0,
-    help="Time for the measurements alone; less time means fewer points and shorter bursts.",
+    help="Time for the measurements alone; less time means fewer points and shorter bursts. 0: as few as make a table.",
 )
 @setting_options("seed")
 @click.option("--output", type=FILE, help="File of the table.  [default: in your data folder]")

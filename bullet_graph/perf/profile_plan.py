@@ -130,7 +130,8 @@ def plan_profile(
 ) -> ProfilePlan:
     """Choose the points and the length of their bursts for a time budget, which is for the measurements alone.
 
-    ``model`` estimates the steps' times: bursts that turn out longer shorten those that follow.
+    ``model`` estimates the steps' times: bursts that turn out longer shorten those that follow. A budget of 0 takes
+    the shortest plan.
     Raises ConfigError where not even the fewest useful points fit the budget, or the limits allow none of a kind.
     """
     coarse, fine = (
@@ -148,12 +149,16 @@ def plan_profile(
         held_back = _draw(grid, limits, seed)
         for burst_s in _BURSTS_S:
             pass_s = sum(burst_seconds(point, burst_s, model) for point in grid + held_back)
-            if pass_s * _MIN_PASSES <= time_budget_s:
-                passes = min(_MAX_PASSES, int(time_budget_s / pass_s))
-                return ProfilePlan(grid, held_back, passes, burst_s, passes * pass_s, seed)
-            candidates.append(pass_s * _MIN_PASSES)
+            passes = min(_MAX_PASSES, max(_MIN_PASSES, int(time_budget_s / pass_s)))
+            plan = ProfilePlan(grid, held_back, passes, burst_s, passes * pass_s, seed)
+            if plan.guessed_s <= time_budget_s:
+                return plan
+            candidates.append(plan)
+    shortest = min(candidates, key=lambda plan: plan.guessed_s)
+    if time_budget_s == 0:
+        return shortest
     raise ConfigError(
-        f"a profile of {len(decode_sms)} partitions needs about {min(candidates):.0f} s, but --time-budget-s is "
+        f"a profile of {len(decode_sms)} partitions needs about {shortest.guessed_s:.0f} s, but --time-budget-s is "
         f"{time_budget_s:g}: raise it, or name fewer sizes in --decode-sms"
     )
 

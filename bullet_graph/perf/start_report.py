@@ -11,6 +11,7 @@ PhaseName = Literal[
     "imports",
     "device",
     "tokenizer",
+    "profile",
     "capture cache",
     "partitions",
     "allocation",

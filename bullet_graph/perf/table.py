@@ -275,7 +275,7 @@ def shipped_folder() -> Path:
 
 def gpu_nickname(gpu: str) -> str:
     """A GPU's name in files and options: ``h100`` for ``NVIDIA H100 80GB HBM3``."""
-    words = re.sub(r"[^a-z0-9]+", "-", re.sub(r"\b(\d+gb|hbm\w+)\b", "", gpu.lower())).strip("-")
+    words = re.sub(r"[^a-z0-9]+", "-", re.sub(r"\b(\d+gb|hbm\w+|sxm\d)\b", "", gpu.lower())).strip("-")
     return words.removeprefix("nvidia-")
 
 

@@ -30,6 +30,7 @@ from bullet_graph.partition.backend import open_backend
 from bullet_graph.partition.masks import LANES, WHOLE_GPU, Lane, SmPartition, lane_sms, partition_of
 from bullet_graph.perf.performance import PerformanceModel
 from bullet_graph.perf.start_report import StartClock
+from bullet_graph.perf.table import PerfTable
 from bullet_graph.runtime import capture_cache
 from bullet_graph.runtime.cpu import CpuExecutor, compiled_for_cpu
 from bullet_graph.runtime.executor import Executor
@@ -83,8 +84,7 @@ def build_executor(
         )
     with clock.phase("device"):
         check_device(config, runtime)
-        cached_table = partial(capture_cache.cached_perf_table, capture_cache.configured_store(config), runtime)
-        performance = find_performance(config, runtime, cached_table=cached_table)
+        performance = find_performance(config, runtime, cached_table=cached_table(config, runtime))
         ledger = agree(plan_ledger(config, runtime, performance))
     on_ledger(ledger)
     build = _build_cpu if runtime.device.type == "cpu" else _build_cuda
@@ -98,6 +98,11 @@ def build_executor(
         communicators,
     )
     return replace(built, compiles=compiles, cache_use=cache_use, self_check=None)
+
+
+def cached_table(config: EngineConfig, runtime: Runtime) -> Callable[[], PerfTable | None]:
+    """Looks for a performance table in the configured capture cache."""
+    return partial(capture_cache.cached_perf_table, capture_cache.configured_store(config), runtime)
 
 
 def artifact_plan(config: EngineConfig, runtime: Runtime, performance: PerformanceModel | None) -> dict[str, Any]:

@@ -1,5 +1,9 @@
 """Finds the performance model of a runtime: a measured table, or an estimate if the user asks for one."""
 
+import os
+import shlex
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,6 +19,7 @@ from bullet_graph.perf.performance import PaddedModel, PerformanceModel
 from bullet_graph.perf.predict import TableModel
 from bullet_graph.perf.provenance import library_versions
 from bullet_graph.perf.roofline import Roofline
+from bullet_graph.perf.start_report import StartClock
 from bullet_graph.perf.table import (
     PerfTable,
     TableKey,
@@ -32,6 +37,17 @@ if TYPE_CHECKING:
 
 ROOFLINE = "roofline"
 """The ``perf_table`` that selects an estimate by arithmetic instead of a measured table."""
+_PROFILED = (
+    "model",
+    "revision",
+    "load_format",
+    "dtype",
+    "quantization",
+    "kv_cache_dtype",
+    "tensor_parallel_size",
+    "expert_parallel",
+)
+"""What decides which table fits."""
 
 
 def find_performance(
@@ -70,8 +86,9 @@ def find_performance(
         raise PerfTableError(
             f"{needing} needs a performance table of {key.model} in {format_name(key.dtype, key.shape)} on {key.gpu}, "
             f"but there is none at {user_table_file(key)} nor among those that come with the package "
-            f"({', '.join(path.name for path in list_tables()) or 'none'}): run `bullet-graph profile --model "
-            f"{config.model}{_rank_options(config)}` once, or pass perf_table='roofline' for an estimate"
+            f"({', '.join(path.name for path in list_tables()) or 'none'}): run `bullet-graph "
+            f"{shlex.join(_profile_command(config))}` once, let profile_if_missing do it, or pass "
+            "perf_table='roofline' for an estimate"
         )
     require_match(table, table_key(runtime))
     plan = named_plan(config, dtype=runtime.dtype_name, num_sms=runtime.gpu.num_sms)
@@ -80,10 +97,41 @@ def find_performance(
     return table_model(table, config.max_num_seqs, runtime.model)
 
 
-def _rank_options(config: EngineConfig) -> str:
-    if config.tensor_parallel_size == 1:
-        return ""
-    return f" --tensor-parallel-size {config.tensor_parallel_size}{' --expert-parallel' * config.expert_parallel}"
+def measure_if_missing(
+    config: EngineConfig, runtime: "Runtime", cached_table: Callable[[], PerfTable | None], clock: StartClock
+) -> None:
+    """Where ``profile_if_missing`` asks for it, measure a table that is missing, in a process of its own.
+
+    The table is as short as can be, and has no partitions unless ``split`` needs them. ``runtime`` is rank 0's. Raises
+    PerfTableError where the measurement fails; what it says goes to stderr.
+    """
+    if not config.profile_if_missing or not config.predicts or runtime.device.type == "cpu":
+        return
+    if table_file(config, runtime) is not None or cached_table() is not None:
+        return
+    command = [*_profile_command(config), "--time-budget-s", "0"]
+    if config.policy.name != "split":
+        command += ["--partition-backend", "none"]
+    # Modules are found where this process finds them; stdout is for results.
+    paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
+    process = [sys.executable, "-P", "-m", "bullet_graph", *command]
+    with clock.phase("profile"):
+        code = subprocess.run(process, stdout=2, env={**os.environ, "PYTHONPATH": paths}, check=False).returncode
+    if code != 0:
+        raise PerfTableError(
+            f"profile_if_missing: `bullet-graph {shlex.join(command)}` ended with {code}; what it said is above. "
+            "Leave profile_if_missing out to start without a table"
+        )
+
+
+def _profile_command(config: EngineConfig) -> list[str]:
+    """``profile`` and its options for a table that fits."""
+    values, defaults = ({name: getattr(each, name) for name in _PROFILED} for each in (config, EngineConfig(model="")))
+    given = [(name, value) for name, value in values.items() if value != defaults[name]]
+    return [
+        "profile",
+        *(f"--{name.replace('_', '-')}" + ("" if value is True else f"={value}") for name, value in given),
+    ]
 
 
 def table_model(table: PerfTable, max_num_seqs: int, model: ModelConfig) -> PerformanceModel:

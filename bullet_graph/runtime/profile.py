@@ -122,7 +122,7 @@ def profile_model(
     """Measure a table and write it to a file.
 
     Results are saved beside the file after each pass and on an interrupt. The next call continues from there, unless it
-    is to ``restart``. ``time_budget_s`` is without loading and capturing.
+    is to ``restart``. ``time_budget_s`` is without loading and capturing; 0 takes the shortest plan.
 
     Raises ConfigError where the budget is too short, or saved results cannot be read or belong to another plan; and as
     :func:`~bullet_graph.runtime.bursts.open_workbench`.
@@ -203,7 +203,7 @@ def _profile(
         num_graphs = bench.capture(plan.points, progress=progress)
         tell(f"{num_graphs} decode graphs captured")
         try:
-            for done in _measure(bench, plan, measured, time_budget_s, progress):
+            for done in _measure(bench, plan, measured, time_budget_s or plan.guessed_s, progress):
                 passes.append(dataclasses.asdict(done))
                 tell(str(done))
                 write_table(table(complete=False), partial)

@@ -11,8 +11,9 @@ from bullet_graph.config import EngineConfig
 from bullet_graph.errors import BulletGraphError, DeviceError
 from bullet_graph.models.sharding import shard
 from bullet_graph.perf.start_report import StartClock
-from bullet_graph.runtime.build import BuiltRuntime, build_executor
+from bullet_graph.runtime.build import BuiltRuntime, build_executor, cached_table
 from bullet_graph.runtime.memory import MemoryLedger, with_kv_blocks
+from bullet_graph.runtime.performance import measure_if_missing
 from bullet_graph.runtime.ranks import Message, RankedExecutor, Ranks
 from bullet_graph.runtime.resolve import Runtime
 
@@ -30,6 +31,8 @@ def build_on_ranks(
     Raises also what another rank raised, and RankError for one that ended. No process is left then.
     """
     num_ranks = config.tensor_parallel_size
+    first = of_rank(config, runtime, 0)
+    measure_if_missing(config, first, cached_table(config, first), clock)
     if num_ranks == 1:
         return build_executor(config, runtime, progress=progress, on_ledger=on_ledger, clock=clock)
     runtimes = [of_rank(config, runtime, rank) for rank in range(num_ranks)]

@@ -181,6 +181,7 @@ def test_shape_numbers_and_file_names() -> None:
         ("h200", "h200"),
         ("NVIDIA H100 80GB HBM3", "h100"),
         ("NVIDIA H100 PCIe", "h100-pcie"),
+        ("NVIDIA A100-SXM4-80GB", "a100"),
     ):
         assert table_file_name(gpu, "/models/tiny", "float32") == f"{short}_tiny_float32.json"
 

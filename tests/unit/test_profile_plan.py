@@ -49,7 +49,15 @@ sizes_strategy = st.sets(st.integers(8, 60).map(lambda tpcs: 2 * tpcs), max_size
 )
 
 
-@settings(max_examples=40, deadline=None)
+def test_without_a_budget_the_plan_is_the_shortest_that_is_allowed() -> None:
+    shortest = plan(decode_sms=(), budget_s=0)
+    assert plan(decode_sms=(), budget_s=shortest.guessed_s) == shortest
+    assert shortest.guessed_s < 60
+    with pytest.raises(ConfigError, match=f"needs about {shortest.guessed_s:.0f} s"):
+        plan(decode_sms=(), budget_s=shortest.guessed_s - 0.1)
+
+
+@settings(max_examples=40)
 @given(limits_strategy, sizes_strategy, st.integers(0, 2**32), st.floats(400, 3000))
 def test_every_plan(limits: ProfileLimits, decode_sms: tuple[int, ...], seed: int, budget_s: float) -> None:
     made = plan(limits=limits, decode_sms=decode_sms, seed=seed, budget_s=budget_s)

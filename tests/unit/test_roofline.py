@@ -11,7 +11,7 @@ from fakes.perf_tables import LLAMA_8B
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bullet_graph.hardware import GENERIC, H100, H200, gpu_spec
+from bullet_graph.hardware import GENERIC, H100, H200, KNOWN_GPUS, gpu_spec
 from bullet_graph.models.config import ModelConfig
 from bullet_graph.models.presets import PRESETS
 from bullet_graph.perf.bandwidth import measure_copy_gb_per_s
@@ -199,6 +199,15 @@ def test_sizes_of_the_decode_lane_leave_prefill_16_sms_and_chunks_follow_the_wav
     assert tuple(Roofline(H200, LLAMA_8B).decode_sms) == (16, 32, 48, 64, 80, 96, 112)
     assert Roofline(GENERIC, SMALL).decode_sms == (16, 32, 48)
     assert Roofline(gpu_spec("Small GPU", 20), SMALL).decode_sms == ()
+
+
+def test_a_gpu_without_measurements_reaches_the_h200_s_shares_of_its_data_sheet() -> None:
+    weights_ms = {gpu.name: Roofline(gpu, LLAMA_8B).decode(1, 1).ms for gpu in KNOWN_GPUS.values()}
+    order = ["NVIDIA B200", "NVIDIA H200", "NVIDIA H100 80GB HBM3", "NVIDIA A100-SXM4-80GB", "generic", "NVIDIA L40S"]
+    assert sorted(weights_ms, key=weights_ms.__getitem__) == order
+    a100 = KNOWN_GPUS["NVIDIA A100-SXM4-80GB"]
+    assert a100.fp8_tflops == a100.tflops == pytest.approx(0.672 * 312, rel=1e-3)
+    assert KNOWN_GPUS["NVIDIA B200"].fp8_tflops == pytest.approx(0.6215 * 4500, rel=1e-3)
 
 
 def test_a_known_gpu_is_found_by_name_and_says_whether_it_was_measured() -> None:
