@@ -57,7 +57,7 @@ class NoneBackend:
         with ExitStack() as undo:
             undo.callback(probe.close)
             self._streams = create_lane_streams(probe.driver, undo)
-            self._resources = undo.pop_all()
+            self.close = undo.pop_all().close
 
     def stream(self, lane: Lane, partition: SmPartition) -> int:
         self.expected_sms(lane, partition)  # refuses a part of the GPU
@@ -70,9 +70,6 @@ class NoneBackend:
                 "use --partition-backend smctrl, green or auto"
             )
         return frozenset(range(self.num_sms))
-
-    def close(self) -> None:
-        self._resources.close()
 
 
 def verify(backend: PartitionBackend, partition: SmPartition, probe: SmidProbe) -> Mapping[Lane, frozenset[int]]:

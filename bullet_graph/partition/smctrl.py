@@ -59,11 +59,6 @@ class MaskWords:
     disable_high: int
 
 
-def register(stream: int) -> None:
-    """Allow the masks of a CUstream, just created, to be read and written; other handles are never followed."""
-    _smctrl.register_stream(stream)
-
-
 def read_words(stream: int, offset: int) -> MaskWords:
     """Read a CUstream's mask from the driver's memory."""
     return MaskWords(*_smctrl.get_mask(stream, offset))
@@ -124,11 +119,11 @@ class SmctrlBackend:
             self._masks: dict[SmPartition, dict[Lane, TpcMask]] = {}
             self._streams = create_lane_streams(probe.driver, undo)
             for stream in self._streams.values():
-                register(stream)
+                _smctrl.register_stream(stream)
                 undo.callback(_smctrl.forget_stream, stream)
                 # The driver reuses the memory of old streams for new ones, and a mask would stay in it.
                 undo.callback(write_words, stream, self.offset, MaskWords(0, 0, 0))
-            self._resources = undo.pop_all()
+            self.close = undo.pop_all().close
 
     def stream(self, lane: Lane, partition: SmPartition) -> int:
         stream = self._streams[lane]
@@ -137,9 +132,6 @@ class SmctrlBackend:
 
     def expected_sms(self, lane: Lane, partition: SmPartition) -> frozenset[int]:
         return self._mask(lane, partition).sms
-
-    def close(self) -> None:
-        self._resources.close()
 
     def _mask(self, lane: Lane, partition: SmPartition) -> TpcMask:
         masks = self._masks.get(partition)
