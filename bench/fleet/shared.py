@@ -68,12 +68,12 @@ class Fleet:
     def sampled(self, machines: int) -> list[int]:
         """The machines, of so many, that are simulated."""
         count = machines if self.sample is None else min(self.sample, machines)
-        return sorted(random.Random(self.engine.seed).sample(range(machines), count))
+        return sorted(random.Random(self.engine.config.seed).sample(range(machines), count))
 
     @property
     def finds_prefixes(self) -> bool:
         """Whether requests go where a prefix is, and find it there."""
-        return self.router == "prefix" and self.engine.prefix_caching
+        return self.router == "prefix" and self.engine.config.prefix_caching
 
     def make_router(self, machines: int, loads: Sequence[float]) -> "Router":
         """A router to so many machines, for requests of these loads."""
@@ -82,7 +82,7 @@ class Fleet:
     @property
     def prefill_s_per_token(self) -> float:
         """Of a prompt in whole chunks, alone."""
-        rows = self.model.wave_chunk_tokens(self.engine.max_num_batched_tokens)
+        rows = self.model.wave_chunk_tokens(self.engine.config.max_num_batched_tokens)
         return self.model.prefill(rows, rows * rows / 2).ms / rows / 1e3
 
     @property
