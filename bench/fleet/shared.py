@@ -25,7 +25,7 @@ from bullet_graph.engine.simulation import Simulation, SimulationSettings, simul
 from bullet_graph.errors import ConfigError
 from bullet_graph.perf.metrics import ServedRequest
 from bullet_graph.perf.performance import PerformanceModel
-from bullet_graph.routing import Choice, PrefixHolders
+from bullet_graph.routing import PrefixHolders
 from bullet_graph.slo import Slo
 from bullet_graph.workloads import Workload, WorkloadRequest
 from bullet_graph.workloads.workload import Times, TurnBefore
@@ -133,8 +133,8 @@ class Router:
         self._least = [(0.0, next(self._turn), machine) for machine in range(machines)]
         self._ends: list[tuple[float, int, float]] = []
 
-    def choose(self, now_s: float, keys: Sequence[Hashable]) -> Choice[int]:
-        """The machine for a request that comes now; times never fall."""
+    def choose(self, now_s: float, keys: Sequence[Hashable]) -> tuple[int, int]:
+        """The machine for a request that comes now, and how many of the keys it holds; times never fall."""
         while self._ends and self._ends[0][0] <= now_s:
             _, machine, load = heappop(self._ends)
             self._change(machine, -load)
@@ -142,7 +142,7 @@ class Router:
             heappop(self._least)
         least = self._least[0][2]
         if self._holders is None or not keys:
-            return Choice(least, 0)
+            return least, 0
         return self._holders.choose(keys, least, self.load.__getitem__, self._slack)
 
     def take(self, machine: int, keys: Sequence[Hashable], load: float, end_s: float) -> None:
