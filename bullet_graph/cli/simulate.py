@@ -13,7 +13,7 @@ import click
 from bullet_graph._version import __version__
 from bullet_graph.cli.bench.sweep_runner import at_rate, fastest_rate
 from bullet_graph.cli.options import FILE, all_of, result_options, setting_options
-from bullet_graph.cli.replay_options import GoodputCommand, gpu_option, replay_options, search_options
+from bullet_graph.cli.replay_options import SIMULATED_MODEL, GoodputCommand, gpu_option, replay_options, search_options
 from bullet_graph.cli.result_file import Output, check_plot_file, write_result_file
 from bullet_graph.cli.tables import ReplayRun, counters, emit_replays, goodput_table, print_line, print_table
 from bullet_graph.config import EngineConfig, Policy
@@ -223,23 +223,10 @@ def _known_gpu(name: str) -> GpuSpec:
 machine_options = all_of(
     [
         gpu_option,
-        setting_options(
-            *("model", "revision", "quantization", "kv_cache_dtype", "tensor_parallel_size", "expert_parallel"),
-            model="llama-3.1-8b",
-        ),
-        setting_options(
-            "decode_sms",
-            "capture_plan",
-            "prompt_order",
-            "prefix_caching",
-            "max_num_seqs",
-            "max_num_batched_tokens",
-            "max_model_len",
-            "kv_cache_bytes",
-            "gpu_memory_utilization",
-            "seed",
-            max_num_seqs=1024,
-        ),
+        setting_options(*SIMULATED_MODEL, model="llama-3.1-8b"),
+        setting_options("decode_sms", "capture_plan", "prompt_order", "prefix_caching"),
+        setting_options("max_num_seqs", "max_num_batched_tokens", "max_model_len", max_num_seqs=1024),
+        setting_options("kv_cache_bytes", "gpu_memory_utilization", "seed"),
         click.option(
             "--host-overhead-ms", type=click.FloatRange(min=0), default=HOST_OVERHEAD_MS, help="Host time per launch."
         ),
