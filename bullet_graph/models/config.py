@@ -82,10 +82,6 @@ class ModelConfig(DecoderShape):
         """Each RoPE that a layer has, once."""
         return tuple(dict.fromkeys(self.layer_ropes or (self.rope,)))
 
-    def rope_index(self, layer: int) -> int:
-        """Where a layer's RoPE is in ``distinct_ropes``."""
-        return self.distinct_ropes.index(self.layer_ropes[layer]) if self.layer_ropes else 0
-
     @property
     def qk_norm_sizes(self) -> tuple[int, int]:
         """Sizes of the norms of queries and keys, where there are any."""
