@@ -19,12 +19,11 @@ from dataclasses import astuple, dataclass
 from enum import StrEnum
 from pathlib import Path
 
-from bullet_graph import _smctrl
 from bullet_graph.errors import PartitionError
 from bullet_graph.partition.masks import SMS_PER_TPC, TpcMask
 from bullet_graph.partition.offsets import OFFSET_ALIGNMENT, DriverId
 from bullet_graph.partition.probe import SmidProbe
-from bullet_graph.partition.smctrl import bind, identify_driver, read_words, write_words
+from bullet_graph.partition.smctrl import bind, identify_driver, read_words, register, write_words
 
 CANDIDATES = range(0x300, 0x901, OFFSET_ALIGNMENT)
 """All offsets found so far lie in the middle third of this range."""
@@ -232,7 +231,7 @@ def judge(offset: int, seeds: Seeds) -> Outcome:
     try:
         probe = SmidProbe()
         stream = probe.driver.create_stream(urgent=False)
-        _smctrl.register_stream(stream)
+        register(stream)
         if not uses_exactly(frozenset(range(probe.num_sms)), probe, stream):
             detail = f"a stream without a mask does not reach all of the {probe.num_sms} SMs"
             return Outcome(Verdict.NOT_TRIED, detail)

@@ -59,6 +59,11 @@ class MaskWords:
     disable_high: int
 
 
+def register(stream: int) -> None:
+    """Allow the masks of a CUstream, just created, to be read and written; other handles are never followed."""
+    _smctrl.register_stream(stream)
+
+
 def read_words(stream: int, offset: int) -> MaskWords:
     """Read a CUstream's mask from the driver's memory."""
     return MaskWords(*_smctrl.get_mask(stream, offset))
@@ -119,7 +124,7 @@ class SmctrlBackend:
             self._masks: dict[SmPartition, dict[Lane, TpcMask]] = {}
             self._streams = create_lane_streams(probe.driver, undo)
             for stream in self._streams.values():
-                _smctrl.register_stream(stream)
+                register(stream)
                 undo.callback(_smctrl.forget_stream, stream)
                 # The driver reuses the memory of old streams for new ones, and a mask would stay in it.
                 undo.callback(write_words, stream, self.offset, MaskWords(0, 0, 0))

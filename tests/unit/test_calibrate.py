@@ -38,6 +38,7 @@ from bullet_graph.partition.calibrate import (
 )
 from bullet_graph.partition.offsets import DriverId
 from bullet_graph.partition.probe import SmidProbe
+from bullet_graph.partition.smctrl import register
 
 RELEASE = "999.12.34"
 DRIVER = DriverId(13990, RELEASE, "x86_64")
@@ -197,7 +198,7 @@ def probe(libcuda: FakeLibcuda) -> SmidProbe:
 @pytest.fixture(scope="module")
 def stream(probe: SmidProbe) -> Iterator[int]:
     stream = probe.driver.create_stream()
-    _smctrl.register_stream(stream)
+    register(stream)
     yield stream
     _smctrl.forget_stream(stream)
 
