@@ -2,16 +2,9 @@
 
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import Generic, NamedTuple, TypeVar
+from typing import Generic, TypeVar
 
 M = TypeVar("M", bound=Hashable)
-
-
-class Choice(NamedTuple, Generic[M]):
-    """An engine, and how many of the first keys of a request's prompt it holds."""
-
-    machine: M
-    depth: int
 
 
 class PrefixHolders(Generic[M]):
@@ -27,8 +20,10 @@ class PrefixHolders(Generic[M]):
 
     def choose(
         self, keys: Sequence[Hashable], least: M, load: Callable[[M], float], slack: float, among: Iterable[M] = ()
-    ) -> Choice[M]:
+    ) -> tuple[M, int]:
         """The engine that holds the longest prefix among those with at most ``slack`` more load than the ``least``.
+
+        Also how many of the first keys it holds.
 
         Of several, the one with the lowest load; ``least``, which has the lowest of all, if none holds anything.
         ``keys`` are of the prompt's blocks, in order. With ``among``, no other engine is taken.
@@ -39,11 +34,11 @@ class PrefixHolders(Generic[M]):
             if not found:
                 continue
             if least in found:
-                return Choice(least, depth)
+                return least, depth
             near = [each for each in found if (not allowed or each in allowed) and load(each) <= most]
             if near:
-                return Choice(min(near, key=load), depth)
-        return Choice(least, 0)
+                return min(near, key=load), depth
+        return least, 0
 
     def add(self, keys: Sequence[Hashable], machine: M) -> None:
         """Note that an engine computes a prompt."""
@@ -68,5 +63,5 @@ def ranked(
     by_load = sorted(machines, key=load)
     if not by_load:
         return []
-    best = holders.choose(keys, by_load[0], load, slack, machines).machine
+    best, _ = holders.choose(keys, by_load[0], load, slack, machines)
     return [best, *(each for each in by_load if each != best)]

@@ -111,7 +111,7 @@ def prefill(fleet: Fleet, traffic: Traffic, prefill_machines: int) -> Prefilled:
     times = np.zeros(len(requests))
 
     def serve(machine: int) -> tuple[int, Sequence[float]]:
-        most = fleet.engine.max_num_batched_tokens
+        most = fleet.engine.config.max_num_batched_tokens
         return machine, prefill_machine(fleet.model, prompts[machine], most, prefill_s * 1e3)
 
     for machine, first_s in in_processes(serve, range(prefill_machines), fleet.processes):
@@ -171,7 +171,7 @@ def decode(fleet: Fleet, traffic: Traffic, prefilled: Prefilled, link: Link, kv_
 
     def serve(number: int) -> tuple[int, list[Sequence[float]]]:
         engine = fleet.engine
-        return number, decode_machine(fleet.model, rows[number], engine.max_num_seqs, engine.kv_cache_tokens)
+        return number, decode_machine(fleet.model, rows[number], engine.config.max_num_seqs, engine.kv_cache_tokens)
 
     refused = enumerate(prefilled.refused.items())
     served = {index: request for place, (index, request) in refused if place % machines in sampled}
@@ -283,7 +283,7 @@ def balanced(fleet: Fleet, traffic: Traffic) -> int:
     context = (prompts + outputs / 2) / len(requests)
     if fleet.finds_prefixes and traffic.shares_prefixes:
         prompts -= traffic.workload.shareable_prompt_tokens
-    sizes = (2**power for power in range(fleet.engine.max_num_seqs.bit_length()))
+    sizes = (2**power for power in range(fleet.engine.config.max_num_seqs.bit_length()))
     steps = ((rows, fleet.model.decode(rows, int(rows * context)).ms / 1e3) for rows in sizes)
     rows, step_s = max((step for step in steps if step[1] <= fleet.tpot_s), default=(1, fleet.tpot_s))
     prefill_s, decode_s = prompts * fleet.prefill_s_per_token, outputs * step_s / rows

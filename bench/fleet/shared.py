@@ -25,7 +25,7 @@ from bullet_graph.engine.simulation import Simulation, SimulationSettings, simul
 from bullet_graph.errors import ConfigError
 from bullet_graph.perf.metrics import ServedRequest
 from bullet_graph.perf.performance import PerformanceModel
-from bullet_graph.routing import Choice, PrefixHolders
+from bullet_graph.routing import PrefixHolders
 from bullet_graph.slo import Slo
 from bullet_graph.workloads import Workload, WorkloadRequest
 from bullet_graph.workloads.workload import Times, TurnBefore
@@ -68,12 +68,12 @@ class Fleet:
     def sampled(self, machines: int) -> list[int]:
         """The machines, of so many, that are simulated."""
         count = machines if self.sample is None else min(self.sample, machines)
-        return sorted(random.Random(self.engine.seed).sample(range(machines), count))
+        return sorted(random.Random(self.engine.config.seed).sample(range(machines), count))
 
     @property
     def finds_prefixes(self) -> bool:
         """Whether requests go where a prefix is, and find it there."""
-        return self.router == "prefix" and self.engine.prefix_caching
+        return self.router == "prefix" and self.engine.config.prefix_caching
 
     def make_router(self, machines: int, loads: Sequence[float]) -> "Router":
         """A router to so many machines, for requests of these loads."""
@@ -82,7 +82,7 @@ class Fleet:
     @property
     def prefill_s_per_token(self) -> float:
         """Of a prompt in whole chunks, alone."""
-        rows = self.model.wave_chunk_tokens(self.engine.max_num_batched_tokens)
+        rows = self.model.wave_chunk_tokens(self.engine.config.max_num_batched_tokens)
         return self.model.prefill(rows, rows * rows / 2).ms / rows / 1e3
 
     @property
@@ -133,8 +133,8 @@ class Router:
         self._least = [(0.0, next(self._turn), machine) for machine in range(machines)]
         self._ends: list[tuple[float, int, float]] = []
 
-    def choose(self, now_s: float, keys: Sequence[Hashable]) -> Choice[int]:
-        """The machine for a request that comes now; times never fall."""
+    def choose(self, now_s: float, keys: Sequence[Hashable]) -> tuple[int, int]:
+        """The machine for a request that comes now, and how many of the keys it holds; times never fall."""
         while self._ends and self._ends[0][0] <= now_s:
             _, machine, load = heappop(self._ends)
             self._change(machine, -load)
@@ -142,7 +142,7 @@ class Router:
             heappop(self._least)
         least = self._least[0][2]
         if self._holders is None or not keys:
-            return Choice(least, 0)
+            return least, 0
         return self._holders.choose(keys, least, self.load.__getitem__, self._slack)
 
     def take(self, machine: int, keys: Sequence[Hashable], load: float, end_s: float) -> None:

@@ -9,7 +9,7 @@ shape, activations once read and once written.
 
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ from bullet_graph.perf.profile_plan import ProfilePoint
 from bullet_graph.perf.roofline import (
     decode_step_bytes,
     decode_weight_bytes,
-    expert_matrices,
+    expert_projections,
     kv_cache_bytes_per_token,
     layer_matrices,
 )
@@ -110,11 +110,11 @@ def work_by_group(config: ModelConfig, rows: int, context: int) -> dict[str, Wor
     def activations(columns: float) -> float:
         return rows * columns * size
 
-    def product(matrices: tuple[tuple[int, int], ...]) -> float:
+    def product(matrices: Iterable[tuple[int, int]]) -> float:
         return 2.0 * rows * layers * sum(map(math.prod, matrices))
 
     experts = decode_weight_bytes(config, batch_size=rows, dtype_bytes=size) - rows * hidden * size
-    experts_flops = config.experts_per_token * product(expert_matrices(config))
+    experts_flops = config.experts_per_token * product(expert_projections(config).values())
     in_and_out = 3 * hidden + qkv + config.q_size + 3 * intermediate
     return {
         "products": Work(layer_weights + layers * activations(in_and_out), product(layer_matrices(config))),

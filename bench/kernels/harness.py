@@ -132,7 +132,6 @@ def paged_batch(kv_lens: Int32Array, num_blocks: int, rows_each: int = 1) -> Pag
         host_q_indptr=q_indptr,
         host_kv_indptr=torch.from_numpy(indptr),
         host_kv_lens=torch.from_numpy(kv_lens),
-        num_rows=int(q_indptr[-1]),
     )
 
 

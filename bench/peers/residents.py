@@ -45,9 +45,9 @@ async def open_system(
         folder = platformdirs.user_cache_path("bullet_graph") / "peers" / Path(setup.model).name
         return VllmSystem(setup, folder, vllm_options, vllm_log)
     # aiohttp is needed for servers alone.
-    from bullet_graph.serve.client import OpenAiServer  # noqa: PLC0415
+    from bench.peers.server_system import ServerSystem  # noqa: PLC0415
 
-    return await OpenAiServer.connect(url)
+    return await ServerSystem.connect(url)
 
 
 def require_installed(candidates: Sequence[Candidate]) -> None:

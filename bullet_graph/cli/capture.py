@@ -173,10 +173,8 @@ def _show(entry: Entry, *, as_json: bool) -> None:
 
 
 @click.command()
-@setting_options(
-    *("model", "revision", "dtype", "quantization", "kv_cache_dtype", "device"),
-    *("tensor_parallel_size", "expert_parallel"),
-)
+@setting_options("model", "revision", "dtype", "quantization", "kv_cache_dtype", "device")
+@setting_options("tensor_parallel_size", "expert_parallel")
 @click.option("--plan", "plan_name", metavar="FILE.toml|NAME", help="The engine's capture plan.  [default: any]")
 @cache_dir_option
 @json_option

@@ -30,20 +30,8 @@ _GB = 1e9
 @replay_options.burstiness_option
 @setting_options("slo")
 @replay_options.gpu_option
-@setting_options(
-    "model",
-    "revision",
-    "quantization",
-    "kv_cache_dtype",
-    "tensor_parallel_size",
-    "expert_parallel",
-    "policy",
-    "max_num_seqs",
-    "max_num_batched_tokens",
-    "max_model_len",
-    "kv_cache_bytes",
-    policy=Policy("auto"),
-)
+@setting_options(*replay_options.SIMULATED_MODEL, "policy", policy=Policy("auto"))
+@setting_options("max_num_seqs", "max_num_batched_tokens", "max_model_len", "kv_cache_bytes")
 @click.option(
     "--memory-gb",
     type=click.FloatRange(min=0, min_open=True),

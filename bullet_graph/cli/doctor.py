@@ -50,7 +50,6 @@ def doctor(model: str | None, wants_calibration: bool, as_json: bool, **settings
       bullet-graph doctor --calibrate
     """
     if wants_calibration:
-        _refuse_other_options()
         _calibrate(as_json=as_json)
         return
     asked = EngineConfig(model=model or "", **settings)
@@ -65,13 +64,6 @@ def doctor(model: str | None, wants_calibration: bool, as_json: bool, **settings
         _print_page(diagnosis)
     if not diagnosis.works:
         click.get_current_context().exit(_EXIT_NOT_WORKING)
-
-
-def _refuse_other_options() -> None:
-    context = click.get_current_context()
-    for name in ("device", "tensor_parallel_size", "partition_backend", "decode_sms", "model"):
-        if context.get_parameter_source(name) is not ParameterSource.DEFAULT:
-            raise click.UsageError(f"--calibrate takes no --{name.replace('_', '-')}: run the two after each other")
 
 
 def _print_page(diagnosis: Diagnosis) -> None:
@@ -94,6 +86,10 @@ def _print_page(diagnosis: Diagnosis) -> None:
 
 
 def _calibrate(*, as_json: bool) -> None:
+    context = click.get_current_context()
+    for name in ("device", "tensor_parallel_size", "partition_backend", "decode_sms", "model"):
+        if context.get_parameter_source(name) is not ParameterSource.DEFAULT:
+            raise click.UsageError(f"--calibrate takes no --{name.replace('_', '-')}: run the two after each other")
     shows = not as_json and sys.stderr.isatty()
     with progress_bar(shows, total=len(CANDIDATES), desc="Calibrating", unit="try") as advance:
         found = calibrate(advance=advance)

@@ -15,6 +15,7 @@ from bullet_graph.cli import EXIT_ERROR
 from bullet_graph.cli.engine_run import open_engine, tell_random_weights
 from bullet_graph.cli.options import engine_options, fit_max_num_seqs, parse_object
 from bullet_graph.config import EngineConfig
+from bullet_graph.engine.admission import Prompt
 from bullet_graph.engine.engine import Engine
 from bullet_graph.engine.output import CompletionOutput, OutputKind, RequestOutput
 from bullet_graph.errors import ModelError, PromptError, RequestError
@@ -24,8 +25,6 @@ from bullet_graph.sampling_params import SamplingParams
 
 _LABEL_CHARS = 60
 _METRICS = ("queue_ms", "ttft_ms", "tpot_ms", "e2e_ms")
-
-Prompt = str | Sequence[int]
 
 
 def _parse_ids(_: click.Context, __: click.Parameter, values: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:

@@ -63,7 +63,8 @@ def draw_rates(curves: Mapping[str, Runs], *, title: str, slo: Slo) -> Figure:
     shares.set(ylabel="requests that met all targets, %", ylim=(0, 104))
     ttft.set(ylabel="TTFT, ms", yscale="log")
     tpot.set(ylabel="TPOT, ms", ylim=(0, None))
-    for axes, limit_ms in ((ttft, _ttft_line_ms(slo)), (tpot, slo.tpot_ms)):
+    # A target that grows with the prompt has no line.
+    for axes, limit_ms in ((ttft, None if slo.ttft_ms_per_token else slo.ttft_ms), (tpot, slo.tpot_ms)):
         if limit_ms is not None:
             axes.axhline(limit_ms, color=TARGET_COLOUR, linestyle=":", label="target")
     for axes in (shares, ttft, tpot):
@@ -72,11 +73,6 @@ def draw_rates(curves: Mapping[str, Runs], *, title: str, slo: Slo) -> Figure:
         axes.legend(frameon=False, fontsize=8)
     figure.suptitle(title)
     return figure
-
-
-def _ttft_line_ms(slo: Slo) -> float | None:
-    """Where to draw the target for TTFT; one that grows with the prompt has no line."""
-    return None if slo.ttft_ms_per_token else slo.ttft_ms
 
 
 # ---- a sweep ----

@@ -16,6 +16,9 @@ from bullet_graph.workloads import Arrivals
 TRACE_TIMES = "trace"
 """The ``--request-rate`` that stands for recorded times."""
 
+SIMULATED_MODEL = ("model", "revision", "quantization", "kv_cache_dtype", "tensor_parallel_size", "expert_parallel")
+"""Settings that say which model is simulated."""
+
 _ARRIVALS = ("request_rate", "burstiness", "time_scale", "max_concurrency")
 _GOODPUT = "--goodput"
 _TARGET = re.compile(r"\w+:\S*")

@@ -13,13 +13,13 @@ import click
 from bullet_graph._version import __version__
 from bullet_graph.cli.bench.sweep_runner import at_rate, fastest_rate
 from bullet_graph.cli.options import FILE, all_of, result_options, setting_options
-from bullet_graph.cli.replay_options import GoodputCommand, gpu_option, replay_options, search_options
+from bullet_graph.cli.replay_options import SIMULATED_MODEL, GoodputCommand, gpu_option, replay_options, search_options
 from bullet_graph.cli.result_file import Output, check_plot_file, write_result_file
 from bullet_graph.cli.tables import ReplayRun, counters, emit_replays, goodput_table, print_line, print_table
 from bullet_graph.config import EngineConfig, Policy
 from bullet_graph.engine.simulation import HOST_OVERHEAD_MS, SimulationSettings
 from bullet_graph.engine.simulation import simulate as serve_simulated
-from bullet_graph.engine.trace import DecisionTrace
+from bullet_graph.engine.trace import DecisionTrace, trace_header
 from bullet_graph.errors import ConfigError, PerfTableError
 from bullet_graph.graphs.capture_plan import CapturePlan, named_plan
 from bullet_graph.hardware import KNOWN_GPUS, GpuSpec, gpu_spec
@@ -34,7 +34,6 @@ from bullet_graph.perf.performance import PaddedModel, PerformanceModel
 from bullet_graph.perf.predict import TableModel
 from bullet_graph.perf.roofline import Roofline
 from bullet_graph.perf.table import format_name, gpu_nickname, load_table, shape_numbers
-from bullet_graph.perf.trace import TraceHeader
 from bullet_graph.runtime.memory import GIB, DeviceMemory, plan_memory
 from bullet_graph.runtime.performance import table_model
 from bullet_graph.slo import NO_TARGETS
@@ -164,32 +163,18 @@ class Simulator:
 
     def settings(self, policy: Policy, capture_plan: CapturePlan | None = None) -> SimulationSettings:
         """The engine to simulate, under the simulator's ``capture_plan`` where none is given."""
-        config = self.config
         return SimulationSettings(
-            policy=policy,
+            config=dataclasses.replace(self.config, policy=policy),
             kv_cache_tokens=self.kv_cache_tokens,
             max_model_len=self.max_model_len,
-            max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens,
-            decode_sms=config.decode_sms or None,
-            prompt_order=config.prompt_order,
-            prefix_caching=config.prefix_caching,
             capture_plan=capture_plan or self.capture_plan,
-            seed=config.seed,
             **self._spread,
         )
 
     def open_trace(self, path: Path, policy: Policy, *, overwrite: bool) -> DecisionTrace:
         """Open a file for every decision of a run under this policy."""
-        header = TraceHeader(
-            model=self.config.model,
-            device=f"{self.gpu}, simulated",
-            num_sms=self.performance.num_sms,
-            num_layers=self.performance.num_layers,
-            policy=str(policy),
-            slo=str(self.config.slo),
-            version=__version__,
-        )
+        config, model = dataclasses.replace(self.config, policy=policy), self.performance
+        header = trace_header(config, f"{self.gpu}, simulated", num_sms=model.num_sms, num_layers=model.num_layers)
         return DecisionTrace(path, header=header, overwrite=overwrite)
 
     def title(self) -> str:
@@ -238,23 +223,10 @@ def _known_gpu(name: str) -> GpuSpec:
 machine_options = all_of(
     [
         gpu_option,
-        setting_options(
-            *("model", "revision", "quantization", "kv_cache_dtype", "tensor_parallel_size", "expert_parallel"),
-            model="llama-3.1-8b",
-        ),
-        setting_options(
-            "decode_sms",
-            "capture_plan",
-            "prompt_order",
-            "prefix_caching",
-            "max_num_seqs",
-            "max_num_batched_tokens",
-            "max_model_len",
-            "kv_cache_bytes",
-            "gpu_memory_utilization",
-            "seed",
-            max_num_seqs=1024,
-        ),
+        setting_options(*SIMULATED_MODEL, model="llama-3.1-8b"),
+        setting_options("decode_sms", "capture_plan", "prompt_order", "prefix_caching"),
+        setting_options("max_num_seqs", "max_num_batched_tokens", "max_model_len", max_num_seqs=1024),
+        setting_options("kv_cache_bytes", "gpu_memory_utilization", "seed"),
         click.option(
             "--host-overhead-ms", type=click.FloatRange(min=0), default=HOST_OVERHEAD_MS, help="Host time per launch."
         ),

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
+from bullet_graph.config import KV_BLOCK_TOKENS
 from bullet_graph.engine.block_pool import BlocksRemoved, BlocksStored
 
 _LOAD_INTERVAL_S = 0.1
@@ -32,7 +33,7 @@ def hash_of(key: bytes) -> int:
     return int.from_bytes(key[:8], "little", signed=True)
 
 
-def event_of(change: BlocksStored | BlocksRemoved, block_tokens: int) -> Event:
+def event_of(change: BlocksStored | BlocksRemoved) -> Event:
     """A change of the prefix cache as an item of ``publish_batch``."""
     hashes = [hash_of(key) for key in change.keys]
     if isinstance(change, BlocksRemoved):
@@ -40,7 +41,7 @@ def event_of(change: BlocksStored | BlocksRemoved, block_tokens: int) -> Event:
     event: dict[str, Any] = {
         "type": "stored",
         "token_ids": change.token_ids.tolist(),
-        "num_block_tokens": [block_tokens] * len(hashes),
+        "num_block_tokens": [KV_BLOCK_TOKENS] * len(hashes),
         "block_hashes": hashes,
         "parent_hash": None if change.parent is None else hash_of(change.parent),
     }
@@ -54,8 +55,7 @@ class CacheEvents:
     is kept until then.
     """
 
-    def __init__(self, *, block_tokens: int, publish_load: Callable[[], None]) -> None:
-        self._block_tokens = block_tokens
+    def __init__(self, publish_load: Callable[[], None]) -> None:
         self._publish_load = publish_load
         self._changes: queue.SimpleQueue[BlocksStored | BlocksRemoved | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -78,7 +78,7 @@ class CacheEvents:
         while running:
             changes = self._next_changes()
             running = None not in changes
-            events = [event_of(change, self._block_tokens) for change in changes if change is not None]
+            events = [event_of(change) for change in changes if change is not None]
             try:
                 if events and publisher is not None:
                     publisher.publish_batch(events)

@@ -57,7 +57,7 @@ class BulletGraphEngine(LLMEngine):  # type: ignore[misc]
         self._model_path = model_path
         self._warmup = warmup
         self._engine: AsyncEngine | None = None
-        self._events = CacheEvents(block_tokens=KV_BLOCK_TOKENS, publish_load=self._publish_load)
+        self._events = CacheEvents(self._publish_load)
         self._load: Any = None
         self._watchdog: asyncio.Task[None] | None = None
 

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from bullet_graph._imports import BEGAN_S
-from bullet_graph._version import __version__
 from bullet_graph.config import EngineConfig, Policy, PromptOrder, former_names_too, with_settings
 from bullet_graph.engine.admission import Admission, Prompt, normalise_batch
 from bullet_graph.engine.block_pool import CacheListener
@@ -20,12 +19,11 @@ from bullet_graph.engine.core import EngineCore
 from bullet_graph.engine.in_flight import stalled_launches
 from bullet_graph.engine.output import EngineStats, OutputKind, RequestOutput
 from bullet_graph.engine.scheduler import Scheduler
-from bullet_graph.engine.trace import DecisionTrace
+from bullet_graph.engine.trace import DecisionTrace, trace_header
 from bullet_graph.errors import ConfigError, EngineDeadError, PerfTableWarning, RequestError
 from bullet_graph.models.progress import progress_bar
 from bullet_graph.partition.masks import lane_sms
 from bullet_graph.perf.start_report import StartClock, StartReport
-from bullet_graph.perf.trace import TraceHeader
 from bullet_graph.planner.options import Corrections
 from bullet_graph.planner.planner import Planner
 from bullet_graph.planner.slack import PREPARE_MS
@@ -119,15 +117,8 @@ class Engine:
         try:
             self._core = self._new_core(built.executor, config)
             if trace_path is not None:
-                header = TraceHeader(
-                    model=config.model,
-                    device=self.device_name,
-                    num_sms=self.num_sms,
-                    num_layers=self.model_config.num_layers,
-                    policy=str(config.policy),
-                    slo=str(config.slo),
-                    version=__version__,
-                )
+                num_layers = self.model_config.num_layers
+                header = trace_header(config, self.device_name, num_sms=self.num_sms, num_layers=num_layers)
                 self._trace = self._core.trace = DecisionTrace(trace_path, header=header, overwrite=False)
         except BaseException:
             # The same here.

@@ -24,7 +24,7 @@ from bullet_graph.perf.goodput_search import requests_for
 from bullet_graph.perf.metrics import QueueGrowth, ReplayResult, RequestMetrics, ServedRequest, summarize_ms
 from bullet_graph.sampling_params import SamplingParams
 from bullet_graph.slo import NO_TARGETS, Slo
-from bullet_graph.workloads import Arrivals, Workload, WorkloadRequest, make_prompt_token_ids
+from bullet_graph.workloads import Arrivals, Workload, make_prompt_token_ids
 from bullet_graph.workloads.workload import Times, TurnBefore
 
 
@@ -122,11 +122,6 @@ def _finite(value: float) -> float | str:
 # ---- requests ----
 
 
-def recorded_length(request: WorkloadRequest) -> SamplingParams:
-    """Greedy sampling of exactly as many tokens as the workload recorded."""
-    return SamplingParams(temperature=0, ignore_eos=True, max_tokens=request.output_tokens)
-
-
 def timed_requests(
     workload: Workload, arrivals_s: Sequence[float] | Times, *, vocab_size: int, slo: Slo, seed: int
 ) -> list[TimedRequest]:
@@ -139,7 +134,7 @@ def timed_requests(
         TimedRequest(
             float(arrival_s),
             make_prompt_token_ids(request, index, vocab_size, seed).tolist(),
-            recorded_length(request),
+            SamplingParams(temperature=0, ignore_eos=True, max_tokens=request.output_tokens),
             slo,
             request.follows,
             index in followed,

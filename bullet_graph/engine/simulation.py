@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from bullet_graph.config import KV_BLOCK_TOKENS, Policy, PromptOrder
+from bullet_graph.config import KV_BLOCK_TOKENS, EngineConfig
 from bullet_graph.engine.core import EngineCore
 from bullet_graph.engine.output import EngineStats, OutputKind
 from bullet_graph.engine.replay import Replay, replay, timed_requests
@@ -36,30 +36,21 @@ _VOCAB_SIZE = 256
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulationSettings:
-    """The engine to simulate; fields of :class:`~bullet_graph.config.EngineConfig` mean the same here.
+    """The engine to simulate: its configuration, and what a start would find out.
 
-    ``decode_sms`` None takes all sizes of the performance model, unless ``capture_plan`` names the CUDA graphs there
-    are. For the last three see :class:`~bullet_graph.runtime.simulated.SimulatedExecutor`. Numbers out of range raise
-    ConfigError at construction.
+    Without ``decode_sms`` in the configuration there are all sizes of the performance model, unless ``capture_plan``
+    names the CUDA graphs there are. For the last two see :class:`~bullet_graph.runtime.simulated.SimulatedExecutor`.
+    Numbers out of range raise ConfigError at construction.
     """
 
-    policy: Policy
+    config: EngineConfig
     kv_cache_tokens: int
     max_model_len: int
-    max_num_seqs: int = 1024
-    max_num_batched_tokens: int = 8192
-    decode_sms: tuple[int, ...] | None = None
-    prompt_order: PromptOrder = "arrival"
-    prefix_caching: bool = True
     capture_plan: CapturePlan | None = None
     host_overhead_ms: float = HOST_OVERHEAD_MS
     time_noise: float = 0.0
-    seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
         for name in ("host_overhead_ms", "time_noise"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ConfigError(f"{name} must be a number of at least 0, got {getattr(self, name)}")
@@ -90,9 +81,8 @@ class SimulatedEngine(EngineCore):
         trace: DecisionTrace | None = None,
         on_step: Callable[[StepRecord], object] = lambda _: None,
     ) -> None:
-        plan = settings.capture_plan
-        chosen = settings.decode_sms if plan is None else plan.decode_sms
-        decode_sms = tuple(model.decode_sms if chosen is None else chosen)
+        config, plan = settings.config, settings.capture_plan
+        decode_sms = (config.decode_sms or tuple(model.decode_sms)) if plan is None else plan.decode_sms
         unknown = sorted(set(decode_sms) - set(model.decode_sms))
         if unknown:
             raise ConfigError(
@@ -104,22 +94,22 @@ class SimulatedEngine(EngineCore):
             partitions=[partition_of(sms, num_sms=model.num_sms) for sms in decode_sms],
             host_overhead_ms=settings.host_overhead_ms,
             time_noise=settings.time_noise,
-            seed=settings.seed,
+            seed=config.seed,
             max_batch_sizes={} if plan is None else {p: sizes[-1] for p, sizes in plan.batch_sizes.items()},
             on_step=on_step,
         )
         planner = Planner(
-            settings.policy, max_chunk_tokens=settings.max_num_batched_tokens, decode_sms=decode_sms, model=model
+            config.policy, max_chunk_tokens=config.max_num_batched_tokens, decode_sms=decode_sms, model=model
         )
         super().__init__(
             executor,
             planner,
             Scheduler(
                 num_blocks=settings.num_kv_blocks,
-                max_num_seqs=settings.max_num_seqs,
+                max_num_seqs=config.max_num_seqs,
                 max_model_len=settings.max_model_len,
-                prompt_order=settings.prompt_order,
-                prefix_caching=settings.prefix_caching,
+                prompt_order=config.prompt_order,
+                prefix_caching=config.prefix_caching,
             ),
             num_layers=model.num_layers,
             trace=trace,
@@ -171,7 +161,7 @@ def simulate(
     ``arrivals`` are in seconds, one for each request, not decreasing. ``on_step`` is called with every finished launch,
     ``on_done`` with each request's outcome. Settings that do not fit the performance model raise ConfigError.
     """
-    requests = timed_requests(workload, arrivals, vocab_size=_VOCAB_SIZE, slo=slo, seed=settings.seed)
+    requests = timed_requests(workload, arrivals, vocab_size=_VOCAB_SIZE, slo=slo, seed=settings.config.seed)
     engine = SimulatedEngine(model, settings, trace=trace, on_step=on_step)
     replayed = replay(engine, requests, max_concurrency=max_concurrency, on_done=on_done)
     return Simulation(replayed, engine.stats())

@@ -5,6 +5,8 @@ import math
 from dataclasses import asdict, fields
 from pathlib import Path
 
+from bullet_graph._version import __version__
+from bullet_graph.config import EngineConfig
 from bullet_graph.engine.in_flight import Launch
 from bullet_graph.engine.output import RequestOutput
 from bullet_graph.errors import ConfigError, TraceError
@@ -20,6 +22,11 @@ _BUFFER_BYTES = 1 << 22
 _OPTION_FIELDS = tuple(field.name for field in fields(Option))
 
 _encode = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
+
+
+def trace_header(config: EngineConfig, device: str, *, num_sms: int | None, num_layers: int) -> TraceHeader:
+    """The header of a trace of an engine with these settings."""
+    return TraceHeader(config.model, device, num_sms, num_layers, str(config.policy), str(config.slo), __version__)
 
 
 class DecisionTrace:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from bullet_graph.hardware import GENERIC
 from bullet_graph.partition.masks import WHOLE_GPU, SmPartition
-from bullet_graph.perf.roofline import DecoderShape, expert_matrices, layer_matrices
+from bullet_graph.perf.roofline import DecoderShape, expert_projections, layer_matrices
 
 PRODUCT_FLOPS_PER_MS = 600e9
 """Rate of a layer's matrix products of many rows: an H200 under its power cap does 610 to 683 TFLOP/s with an 8B model
@@ -44,8 +44,8 @@ def launch_bound_rows(shape: DecoderShape) -> int:
 
     Host time of a layer × FLOP/s / (2 × weights that a row meets): each row takes two FLOPs per weight.
     """
-    weights: float = sum(columns * depth for columns, depth in layer_matrices(shape))
-    weights += shape.own_experts_per_token * sum(columns * depth for columns, depth in expert_matrices(shape))
+    weights: float = sum(map(math.prod, layer_matrices(shape)))
+    weights += shape.own_experts_per_token * sum(map(math.prod, expert_projections(shape).values()))
     return math.ceil(GENERIC.eager_layer_ms * PRODUCT_FLOPS_PER_MS / (2 * weights))
 
 

@@ -137,7 +137,6 @@ class PagedBatch:
     host_q_indptr: Tensor
     host_kv_indptr: Tensor
     host_kv_lens: Tensor
-    num_rows: int
 
 
 class PrefillAttention:
@@ -167,13 +166,8 @@ class PrefillAttention:
 
     def plan(self, batch: PagedBatch) -> "PlannedAttention":
         """Divide the batch over the SMs and enqueue the plan's copy to the device."""
-        plans = self._plans(
-            batch.host_q_indptr,
-            batch.host_kv_indptr,
-            batch.host_kv_lens,
-            num_rows=batch.num_rows,
-            page_tokens=self.cache.block_tokens,
-        )
+        on_host = batch.host_q_indptr, batch.host_kv_indptr, batch.host_kv_lens
+        plans = self._plans(*on_host, page_tokens=self.cache.block_tokens)
         indices = (batch.q_indptr, batch.kv_indptr, batch.kv_indices, batch.last_block_tokens)
         return PlannedAttention(self, plans, indices, paged=True)
 
@@ -182,14 +176,11 @@ class PrefillAttention:
 
         ``indptr`` [n + 1] int32, on the device and on the host, is where each sequence's rows start; may begin above 0.
         """
-        num_rows = int(host_indptr[-1] - host_indptr[0])
-        plans = self._plans(host_indptr, host_indptr, host_indptr.diff(), num_rows=num_rows, page_tokens=1)
+        plans = self._plans(host_indptr, host_indptr, host_indptr.diff(), page_tokens=1)
         return PlannedAttention(self, plans, (indptr, indptr), paged=False)
 
-    def _plans(
-        self, q_indptr: Tensor, kv_indptr: Tensor, kv_lens: Tensor, *, num_rows: int, page_tokens: int
-    ) -> "Plans":
-        shape, plans = self._shape, {}
+    def _plans(self, q_indptr: Tensor, kv_indptr: Tensor, kv_lens: Tensor, *, page_tokens: int) -> "Plans":
+        shape, plans, num_rows = self._shape, {}, int(q_indptr[-1] - q_indptr[0])
         for window, workspace in self._int_workspaces.items():
             with self._staging.buffer() as staging:
                 arguments = [

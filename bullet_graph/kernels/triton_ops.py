@@ -139,10 +139,7 @@ class TritonOps(TorchOps):
         fused = self._fused_swiglu_sms and len(x) >= FUSED_SWIGLU_MIN_ROWS and not gelu
         if fused and group is None and isinstance(x, Tensor) and can_fuse(x, gate_up.weight):
             return swiglu_matmul(x, gate_up.weight, num_sms=self._fused_swiglu_sms)
-        projected = self.linear(x, gate_up)
-        return (
-            self.act_and_mul(projected, gelu) if group is None else self.act_and_mul_quantized(projected, gelu, group)
-        )
+        return super().glu(x, gate_up, gelu, group)
 
     def experts(self, x: Tensor, experts: Experts) -> Tensor:
         return experts_output(x, self.linear(x, experts.router), experts)

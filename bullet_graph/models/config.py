@@ -82,10 +82,6 @@ class ModelConfig(DecoderShape):
         """Each RoPE that a layer has, once."""
         return tuple(dict.fromkeys(self.layer_ropes or (self.rope,)))
 
-    def rope_index(self, layer: int) -> int:
-        """Where a layer's RoPE is in ``distinct_ropes``."""
-        return self.distinct_ropes.index(self.layer_ropes[layer]) if self.layer_ropes else 0
-
     @property
     def qk_norm_sizes(self) -> tuple[int, int]:
         """Sizes of the norms of queries and keys, where there are any."""
@@ -194,14 +190,11 @@ def with_experts(
 
     ``expert_size`` and ``shared_size`` are the intermediate sizes of a routed expert and of the shared one.
     """
+    why = "layers without experts among others are not implemented"
     if config.get("mlp_only_layers"):
-        config.fail(
-            "mlp_only_layers", "empty: layers without experts among others are not implemented", UnsupportedModelError
-        )
+        config.fail("mlp_only_layers", f"empty: {why}", UnsupportedModelError)
     if config.read("decoder_sparse_step", int, default=1) != 1:
-        config.fail(
-            "decoder_sparse_step", "1: layers without experts among others are not implemented", UnsupportedModelError
-        )
+        config.fail("decoder_sparse_step", f"1: {why}", UnsupportedModelError)
     if model.gelu:
         config.fail("hidden_act", "silu in a model of experts", UnsupportedModelError)
     # transformers 5 writes the second for Qwen3.

@@ -180,7 +180,7 @@ def zero_weights(config: ModelConfig, *, dtype: torch.dtype, device: torch.devic
             o=linear("o"),
             head_norms=None if spans else norms,
             spanning_norms=norms if spans else None,
-            rope=config.rope_index(layer),
+            rope=config.distinct_ropes.index(config.layer_ropes[layer]) if config.layer_ropes else 0,
         )
 
     def mlp() -> Mlp:

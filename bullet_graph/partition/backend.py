@@ -57,7 +57,7 @@ class NoneBackend:
         with ExitStack() as undo:
             undo.callback(probe.close)
             self._streams = create_lane_streams(probe.driver, undo)
-            self._resources = undo.pop_all()
+            self.close = undo.pop_all().close
 
     def stream(self, lane: Lane, partition: SmPartition) -> int:
         self.expected_sms(lane, partition)  # refuses a part of the GPU
@@ -70,9 +70,6 @@ class NoneBackend:
                 "use --partition-backend smctrl, green or auto"
             )
         return frozenset(range(self.num_sms))
-
-    def close(self) -> None:
-        self._resources.close()
 
 
 def verify(backend: PartitionBackend, partition: SmPartition, probe: SmidProbe) -> Mapping[Lane, frozenset[int]]:
@@ -148,12 +145,8 @@ def open_backend(name: str, partitions: Sequence[SmPartition], *, device: int = 
     The name "auto" takes the first that can be opened and verifies; for the whole GPU alone it takes "none". Nothing
     else may run on the GPU, named by its ordinal, meanwhile.
 
-    Raises PartitionError where there is no such back end, it cannot be opened here, or a partition does not hold.
+    Raises PartitionError where it cannot be opened here, or a partition does not hold.
     """
-    if name != AUTO and name not in OPENERS:
-        raise PartitionError(
-            f"the partition back end must be one of {', '.join((AUTO, *OPENERS))}, but found {name!r}: choose one"
-        )
     candidates = [name] if name != AUTO else list(OPENERS)
     if name == AUTO and set(partitions) <= {WHOLE_GPU}:
         candidates = ["none"]

@@ -128,7 +128,7 @@ class SmctrlBackend:
                 undo.callback(_smctrl.forget_stream, stream)
                 # The driver reuses the memory of old streams for new ones, and a mask would stay in it.
                 undo.callback(write_words, stream, self.offset, MaskWords(0, 0, 0))
-            self._resources = undo.pop_all()
+            self.close = undo.pop_all().close
 
     def stream(self, lane: Lane, partition: SmPartition) -> int:
         stream = self._streams[lane]
@@ -137,9 +137,6 @@ class SmctrlBackend:
 
     def expected_sms(self, lane: Lane, partition: SmPartition) -> frozenset[int]:
         return self._mask(lane, partition).sms
-
-    def close(self) -> None:
-        self._resources.close()
 
     def _mask(self, lane: Lane, partition: SmPartition) -> TpcMask:
         masks = self._masks.get(partition)

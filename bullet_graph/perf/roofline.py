@@ -140,7 +140,8 @@ def fp8_savings(shape: DecoderShape, *, dtype_bytes: int, experts: float) -> flo
         scales = (-(-rows // FP8_BLOCK) * -(-depth // FP8_BLOCK) if blocks else rows for rows, depth in matrices)
         return sum(map(math.prod, matrices)) * (dtype_bytes - 1) - 4 * sum(scales)
 
-    return shape.num_layers * (saved(fp8_matrices(shape)) + experts * saved(fp8_expert_matrices(shape)))
+    of_layer, of_expert = in_fp8(shape, layer_projections(shape)), in_fp8(shape, expert_projections(shape))
+    return shape.num_layers * (saved(of_layer) + experts * saved(of_expert))
 
 
 def attended_tokens(shape: DecoderShape, context_tokens: float) -> float:
@@ -163,8 +164,8 @@ def decode_weight_bytes(shape: DecoderShape, *, batch_size: int, dtype_bytes: in
 def num_weights(shape: DecoderShape, *, embedding_rows: int, experts: float) -> float:
     """Weights of all layers with this number of experts each, of the output head, and of rows of the embedding."""
     layer = (
-        sum(columns * depth for columns, depth in layer_matrices(shape))
-        + experts * sum(columns * depth for columns, depth in expert_matrices(shape))
+        sum(map(math.prod, layer_matrices(shape)))
+        + experts * sum(map(math.prod, expert_projections(shape).values()))
         + 2 * shape.hidden_size
         + (shape.q_size + 2 * shape.kv_size if shape.qkv_bias else 0)
         + (2 * shape.head_dim if shape.qk_norm else 0)
@@ -222,22 +223,8 @@ def layer_matrices(shape: DecoderShape) -> tuple[tuple[int, int], ...]:
     return tuple(layer_projections(shape).values()) + gates
 
 
-def expert_matrices(shape: DecoderShape) -> tuple[tuple[int, int], ...]:
-    """Sizes of :func:`expert_projections`."""
-    return tuple(expert_projections(shape).values())
-
-
-def fp8_matrices(shape: DecoderShape) -> tuple[tuple[int, int], ...]:
-    """Those of :func:`layer_matrices` whose products are of FP8; never the router."""
-    return _in_fp8(shape, layer_projections(shape))
-
-
-def fp8_expert_matrices(shape: DecoderShape) -> tuple[tuple[int, int], ...]:
-    """Those of :func:`expert_matrices` whose products are of FP8."""
-    return _in_fp8(shape, expert_projections(shape))
-
-
-def _in_fp8(shape: DecoderShape, projections: Mapping[str, tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+def in_fp8(shape: DecoderShape, projections: Mapping[str, tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+    """Sizes of those projections whose products are of FP8."""
     return tuple(size for name, size in projections.items() if shape.fp8 is not None and name not in shape.fp8.plain)
 
 
@@ -257,7 +244,7 @@ def wave_efficiency(tokens: float, sms: int, shape: DecoderShape) -> float:
         spent += num_waves(tokens, columns, sms) * depth * TILE_ROWS
     if touched := touched_experts(shape, tokens):
         tiles = touched * math.ceil(tokens * shape.own_experts_per_token / touched / EXPERT_TILE_ROWS)
-        for columns, depth in expert_matrices(shape):
+        for columns, depth in expert_projections(shape).values():
             useful += shape.own_experts_per_token * columns * depth
             spent += math.ceil(tiles * math.ceil(columns / TILE_COLUMNS) / sms) * depth * EXPERT_TILE_ROWS
     return tokens * useful / (spent * sms * TILE_COLUMNS)
@@ -281,7 +268,7 @@ class Roofline:
         self._spec = spec
         self._shape = shape
         self._weight_bytes = decode_weight_bytes(shape, batch_size=0, dtype_bytes=dtype_bytes)
-        of_expert = sum(map(math.prod, expert_matrices(shape)))
+        of_expert = sum(map(math.prod, expert_projections(shape).values()))
         saved = fp8_savings(shape, dtype_bytes=dtype_bytes, experts=1) - fp8_savings(
             shape, dtype_bytes=dtype_bytes, experts=0
         )
@@ -289,11 +276,11 @@ class Roofline:
         self._head_bytes = shape.hidden_size * shape.vocab_size * dtype_bytes
         self._kv_bytes = kv_cache_bytes_per_token(shape, dtype_bytes=dtype_bytes)
         met = num_weights(shape, embedding_rows=0, experts=shape.own_experts_per_token)
-        in_fp8: float = sum(map(math.prod, fp8_matrices(shape)))
-        in_fp8 += shape.own_experts_per_token * sum(map(math.prod, fp8_expert_matrices(shape)))
+        fp8_met: float = sum(map(math.prod, in_fp8(shape, layer_projections(shape))))
+        fp8_met += shape.own_experts_per_token * sum(map(math.prod, in_fp8(shape, expert_projections(shape))))
         # As many operations in 16 bits as take this long.
         self._row_flops = 2 * (met - self._head_bytes / dtype_bytes)
-        self._row_flops -= 2 * shape.num_layers * in_fp8 * (1 - spec.tflops / spec.fp8_tflops)
+        self._row_flops -= 2 * shape.num_layers * fp8_met * (1 - spec.tflops / spec.fp8_tflops)
         self._head_flops = 2 * self._head_bytes / dtype_bytes
         self._pair_flops = 4 * shape.num_layers * shape.num_heads * shape.head_dim
         self._overhead_ms = shape.num_layers * spec.layer_overhead_ms

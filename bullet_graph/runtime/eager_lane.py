@@ -163,7 +163,6 @@ class EagerLane:
                     host_q_indptr=torch.from_numpy(rows.q_indptr[: num_cached + 1]),
                     host_kv_indptr=torch.from_numpy(rows.kv_indptr[: num_cached + 1]),
                     host_kv_lens=torch.from_numpy(rows.kv_lens[:num_cached]),
-                    num_rows=num_cached_rows,
                 )
             )
         if self._fresh_attention is not None and num_cached < n:

@@ -127,8 +127,67 @@ def profile_model(
     Raises ConfigError where the budget is too short, or saved results cannot be read or belong to another plan; and as
     :func:`~bullet_graph.runtime.bursts.open_workbench`.
     """
+    # Imports the kernel libraries, which `prepare_profile` must report as missing in its own words.
+    from bullet_graph.runtime.bursts import open_workbench  # noqa: PLC0415
+
     with _on_ranks(prepared) as (prepared, ranks):
-        return _profile(prepared, ranks, file, time_budget_s, restart=restart, progress=progress, tell=tell)
+        config, runtime = prepared.config, prepared.runtime
+        key = table_key(runtime)
+        plan = plan_profile(
+            model=Roofline(runtime.gpu, runtime.model, dtype_bytes=runtime.dtype.itemsize),
+            decode_sms=sorted(set(config.decode_sms)),
+            limits=prepared.limits,
+            time_budget_s=time_budget_s,
+            seed=config.seed,
+        )
+        tell(
+            f"{len(plan.points)} points, {len(plan.held_back)} of them held back, {plan.num_passes} bursts of "
+            f"{plan.burst_s:g} s each: about {plan.guessed_s:.0f} s"
+        )
+        partial = file.with_name(f"{file.stem}.partial.json")
+        measured: Repeats = {point: [] for point in plan.points}
+        passes: list[dict[str, Any]] = []
+        if partial.exists() and not restart:
+            before, measured = _resume(partial, key, plan)
+            passes += before.provenance.get("passes", ())
+            tell(f"going on with {partial}: {sum(map(len, measured.values()))} bursts are done")
+        provenance: dict[str, Any] = {
+            **dataclasses.asdict(collect_provenance(runtime.device)),
+            "passes": passes,
+            "seed": config.seed,
+            "load_format": config.load_format,
+            "decode_sms": list(config.decode_sms),
+            "time_budget_s": time_budget_s,
+        }
+
+        def table(*, complete: bool) -> PerfTable:
+            return PerfTable(
+                key=key,
+                points=to_points(measured, plan.grid),
+                held_back=to_points(measured, plan.held_back),
+                provenance=provenance,
+                complete=complete,
+            )
+
+        communicators = ALONE if ranks is None else ranks.communicators
+        opened = open_workbench(prepared, progress=progress, communicators=communicators, ranks=ranks)
+        with opened as (bench, why):
+            provenance["partition_backend"] = why
+            tell(f"partitions: {why}")
+            num_graphs = bench.capture(plan.points, progress=progress)
+            tell(f"{num_graphs} decode graphs captured")
+            try:
+                for done in _measure(bench, plan, measured, time_budget_s or plan.guessed_s, progress):
+                    passes.append(dataclasses.asdict(done))
+                    tell(str(done))
+                    write_table(table(complete=False), partial)
+            finally:
+                # Above all after Ctrl-C: the results took minutes.
+                write_table(table(complete=False), partial)
+        finished = table(complete=True)
+        write_table(finished, file)
+        partial.unlink(missing_ok=True)
+        return finished
 
 
 @contextmanager
@@ -142,78 +201,6 @@ def _on_ranks(prepared: Prepared) -> Iterator[tuple[Prepared, Ranks | None]]:
     with other_ranks(config, whole, lambda other: ("profile", dataclasses.replace(prepared, runtime=other))) as ranks:
         ranks.connect(runtime.device)
         yield dataclasses.replace(prepared, ledger=agreed(ranks, prepared.ledger)), ranks
-
-
-def _profile(
-    prepared: Prepared,
-    ranks: Ranks | None,
-    file: Path,
-    time_budget_s: float,
-    *,
-    restart: bool,
-    progress: bool,
-    tell: Callable[[str], None],
-) -> PerfTable:
-    # Imports the kernel libraries, which `prepare_profile` must report as missing in its own words.
-    from bullet_graph.runtime.bursts import open_workbench  # noqa: PLC0415
-
-    config, runtime = prepared.config, prepared.runtime
-    key = table_key(runtime)
-    plan = plan_profile(
-        model=Roofline(runtime.gpu, runtime.model, dtype_bytes=runtime.dtype.itemsize),
-        decode_sms=sorted(set(config.decode_sms)),
-        limits=prepared.limits,
-        time_budget_s=time_budget_s,
-        seed=config.seed,
-    )
-    tell(
-        f"{len(plan.points)} points, {len(plan.held_back)} of them held back, {plan.num_passes} bursts of "
-        f"{plan.burst_s:g} s each: about {plan.guessed_s:.0f} s"
-    )
-    partial = file.with_name(f"{file.stem}.partial.json")
-    measured: Repeats = {point: [] for point in plan.points}
-    passes: list[dict[str, Any]] = []
-    if partial.exists() and not restart:
-        before, measured = _resume(partial, key, plan)
-        passes += before.provenance.get("passes", ())
-        tell(f"going on with {partial}: {sum(map(len, measured.values()))} bursts are done")
-    provenance: dict[str, Any] = {
-        **dataclasses.asdict(collect_provenance(runtime.device)),
-        "passes": passes,
-        "seed": config.seed,
-        "load_format": config.load_format,
-        "decode_sms": list(config.decode_sms),
-        "time_budget_s": time_budget_s,
-    }
-
-    def table(*, complete: bool) -> PerfTable:
-        return PerfTable(
-            key=key,
-            points=to_points(measured, plan.grid),
-            held_back=to_points(measured, plan.held_back),
-            provenance=provenance,
-            complete=complete,
-        )
-
-    communicators = ALONE if ranks is None else ranks.communicators
-    opened = open_workbench(prepared, progress=progress, communicators=communicators, ranks=ranks)
-    with opened as (bench, why):
-        provenance["partition_backend"] = why
-        tell(f"partitions: {why}")
-        num_graphs = bench.capture(plan.points, progress=progress)
-        tell(f"{num_graphs} decode graphs captured")
-        try:
-            for done in _measure(bench, plan, measured, time_budget_s or plan.guessed_s, progress):
-                passes.append(dataclasses.asdict(done))
-                tell(str(done))
-                write_table(table(complete=False), partial)
-        finally:
-            # Above all after Ctrl-C: the results took minutes.
-            write_table(table(complete=False), partial)
-    finished = table(complete=True)
-    write_table(finished, file)
-    partial.unlink(missing_ok=True)
-    return finished
 
 
 def _measure(

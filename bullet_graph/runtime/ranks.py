@@ -120,16 +120,13 @@ class Ranks:
         self._watcher = threading.Thread(target=self._watch, name="bullet-graph-ranks", daemon=True)
         try:
             for rank in range(1, num_ranks):
-                self._start(rank)
+                connection, process = start_process(FOLLOWER, str(rank))
+                self._connections.append(connection)
+                self._processes.append(process)
         except BaseException:
             self.stop()
             raise
         self._watcher.start()
-
-    def _start(self, rank: int) -> None:
-        connection, process = start_process(FOLLOWER, str(rank))
-        self._connections.append(connection)
-        self._processes.append(process)
 
     # ---- messages ----
 

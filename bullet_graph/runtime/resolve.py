@@ -18,7 +18,7 @@ from bullet_graph.models.presets import PRESETS_OF_BYTES, resolve_model
 from bullet_graph.models.quantization import in_formats
 from bullet_graph.models.tokenizer import Tokenizer, byte_tokenizer
 from bullet_graph.models.weights import torch_dtype
-from bullet_graph.perf.roofline import fp8_expert_matrices, fp8_matrices
+from bullet_graph.perf.roofline import expert_projections, in_fp8, layer_projections
 from bullet_graph.sampling_params import SamplingParams
 
 FLASHINFER_RELEASE = "0.6.12"
@@ -210,7 +210,8 @@ def _require_fp8(runtime: Runtime) -> None:
         )
     if model.fp8 is not None and runtime.dtype is not torch.bfloat16:
         raise ConfigError(f"FP8 weights need dtype=bfloat16 on a GPU, found {runtime.dtype_name}: pass that")
-    sizes = {size for matrix in fp8_matrices(model) + fp8_expert_matrices(model) for size in matrix}
+    both = layer_projections(model), expert_projections(model)
+    sizes = {size for projections in both for matrix in in_fp8(model, projections) for size in matrix}
     if any(size % _FP8_ALIGNMENT for size in sizes):
         raise UnsupportedModelError(
             f"the GPU's FP8 products need sizes that are multiples of {_FP8_ALIGNMENT}, the model has "

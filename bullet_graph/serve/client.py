@@ -6,14 +6,14 @@ Needs aiohttp (extra ``bench``), but none of the server's libraries.
 import dataclasses
 import json
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from typing import Any
+from typing import Any, Self
 
 import aiohttp
 
 from bullet_graph.engine.replay import TimedRequest
 from bullet_graph.errors import ConfigError, RequestError
 from bullet_graph.serve.settings import OWNER
-from bullet_graph.slo import NO_TARGETS, Slo
+from bullet_graph.slo import NO_TARGETS
 
 _SHOWN_CHARACTERS = 300
 # A chunk of many tokens is one long line.
@@ -33,7 +33,7 @@ class OpenAiServer:
         self.settings = settings
 
     @classmethod
-    async def connect(cls, url: str, *, api_key: str | None = None) -> "OpenAiServer":
+    async def connect(cls, url: str, *, api_key: str | None = None) -> Self:
         """Connect and ask for the server's model and version; ``url`` goes up to ``/v1``.
 
         Raises ConfigError where there is no such server, or it does not name its model.
@@ -60,9 +60,6 @@ class OpenAiServer:
                 "start the server, or correct the URL"
             ) from error
         return cls(url, session, settings)
-
-    async def configure(self, setting: str, slo: Slo) -> None:
-        """Do nothing: a server keeps its settings."""
 
     async def generate(self, request: TimedRequest) -> AsyncGenerator[Sequence[int], None]:
         """Serve a request; yield the new tokens of each chunk, as zeros unless a later turn needs their ids.
@@ -103,10 +100,6 @@ class OpenAiServer:
             return {}
         async with self._session.get(f"{self._url.removesuffix('/v1')}/live") as response:
             return await response.json() if response.ok else {}
-
-    def counters(self) -> Mapping[str, Any]:
-        """Empty: a server reports none."""
-        return {}
 
     async def close(self) -> None:
         """Close the connections; the server stays up."""

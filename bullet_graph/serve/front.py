@@ -27,7 +27,7 @@ from starlette.types import Message, Scope
 from bullet_graph.routing import PrefixHolders, ranked
 from bullet_graph.serve.errors import ApiError, shutting_down
 from bullet_graph.serve.forward import EngineGoneError, Forwarder
-from bullet_graph.serve.limits import LimitMiddleware
+from bullet_graph.serve.limits import Drained, LimitMiddleware
 from bullet_graph.serve.metrics import PREFIX
 from bullet_graph.serve.settings import ServeSettings
 
@@ -112,22 +112,14 @@ class Replica:
             self.num_running -= 1
 
 
-class Front(Forwarder):
-    """Gives each request to one of the replicas, and knows which of them live.
-
-    Attributes:
-        closed: the server shuts down; no new requests.
-        num_inside, empty: requests, and whether there are none.
-    """
+class Front(Forwarder, Drained):
+    """Gives each request to one of the replicas, and knows which of them live."""
 
     def __init__(self, replicas: Sequence[Replica]) -> None:
-        super().__init__()
+        Forwarder.__init__(self)
+        Drained.__init__(self)
         self._replicas = replicas
         self._holders: PrefixHolders[int] = PrefixHolders()
-        self.closed = False
-        self.empty = asyncio.Event()
-        self.empty.set()
-        self.num_inside = 0
 
     @property
     def alive(self) -> list[Replica]:
@@ -143,18 +135,13 @@ class Front(Forwarder):
     async def answer(self, scope: Scope, body: bytes, keys: Sequence[bytes]) -> AsyncGenerator[Message, None]:
         self.check_open()
         replica = self._asked(scope) or self._choose(keys)
-        self.num_inside += 1
-        self.empty.clear()
-        try:
-            async for message in replica.ask(scope, body):
-                yield message
-        except EngineGoneError:
-            self._lost(replica)
-            raise
-        finally:
-            self.num_inside -= 1
-            if not self.num_inside:
-                self.empty.set()
+        with self.inside():
+            try:
+                async for message in replica.ask(scope, body):
+                    yield message
+            except EngineGoneError:
+                self._lost(replica)
+                raise
 
     def _asked(self, scope: Scope) -> Replica | None:
         """The replica that a page or a figure is asked of: ``?replica=1``."""

@@ -10,7 +10,7 @@ from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -20,6 +20,7 @@ from bullet_graph.errors import ConfigError, SamplingParamsError
 from bullet_graph.sampling_params import SamplingParams, StructuredOutputs
 from bullet_graph.serve.app import create_app
 from bullet_graph.serve.connection import LimitedConnection
+from bullet_graph.serve.limits import Drained
 from bullet_graph.serve.settings import ServeSettings
 
 _KEEP_ALIVE_S = 75
@@ -36,14 +37,6 @@ _WARMUP_PROMPT_TOKENS = (4, 300, 2000)
 _WARMUP_OUTPUT_TOKENS = 4
 
 logger = logging.getLogger(__name__)
-
-
-class Drained(Protocol):
-    """What knows the requests inside: it refuses new ones once it is ``closed``."""
-
-    closed: bool
-    empty: asyncio.Event
-    num_inside: int
 
 
 class DrainingServer(uvicorn.Server):

@@ -142,25 +142,44 @@ class LimitMiddleware:
         )
 
 
-class Gate:
-    """Admits requests while fewer than ``max_queue_len`` sequences wait.
+class Drained:
+    """Knows the requests inside.
 
     Attributes:
         num_inside: admitted requests that have not ended.
         empty: set while no request is inside.
-        closed: the server shuts down.
+        closed: the server shuts down, and new requests are refused.
     """
 
+    def __init__(self) -> None:
+        self.num_inside = 0
+        self.empty = asyncio.Event()
+        self.empty.set()
+        self.closed = False
+
+    @contextmanager
+    def inside(self) -> Iterator[None]:
+        """A request is inside during the block."""
+        self.num_inside += 1
+        self.empty.clear()
+        try:
+            yield
+        finally:
+            self.num_inside -= 1
+            if not self.num_inside:
+                self.empty.set()
+
+
+class Gate(Drained):
+    """Admits requests while fewer than ``max_queue_len`` sequences wait."""
+
     def __init__(self, engine: AsyncEngine, max_queue_len: int, *, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__()
         self._engine = engine
         self._max_queue_len = max_queue_len
         self._clock = clock
         self._ended_s: deque[float] = deque(maxlen=32)
         self._num_prepared = 0
-        self.num_inside = 0
-        self.empty = asyncio.Event()
-        self.empty.set()
-        self.closed = False
 
     @property
     def num_waiting(self) -> int:
@@ -197,16 +216,12 @@ class Gate:
             self._num_prepared += number
 
         prepare(num_sequences)
-        self.num_inside += 1
-        self.empty.clear()
         try:
-            yield lambda number: prepare(-number)
+            with self.inside():
+                yield lambda number: prepare(-number)
         finally:
             prepare(-left)
-            self.num_inside -= 1
             self._ended_s.append(self._clock())
-            if not self.num_inside:
-                self.empty.set()
 
     def retry_after_s(self) -> int:
         """Expected time until a place in the queue is free: the mean time between the last requests' ends."""

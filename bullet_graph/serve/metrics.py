@@ -6,14 +6,14 @@ import time
 from collections import deque
 from collections.abc import Iterable, Mapping
 from functools import partial
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 from prometheus_client import Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from bullet_graph.engine.async_engine import AsyncEngine
-from bullet_graph.engine.output import RequestOutput
+from bullet_graph.engine.output import FinishReason, RequestOutput
 from bullet_graph.perf.energy import NvmlProbe
 from bullet_graph.perf.metrics import summarize_ms
 from bullet_graph.serve.limits import Gate
@@ -41,8 +41,6 @@ _REQUEST_BUCKETS_S = (
     960.0, 1920.0,
 )  # fmt: skip
 
-EndReason = Literal["stop", "length", "abort", "error"]
-
 
 class RequestMeter:
     """Measures one request for the server's metrics."""
@@ -67,7 +65,7 @@ class RequestMeter:
             self.end("stop" if output.outputs[0].finish_reason == "stop" else "length")
             metrics.finished(output)
 
-    def end(self, reason: EndReason | None) -> None:
+    def end(self, reason: FinishReason | None) -> None:
         """Count the request's end, except that of an invalid one (None); only the first call counts."""
         if not self._ended and reason is not None:
             self._metrics.ends[reason] += 1
@@ -89,7 +87,7 @@ class ServerMetrics(Collector):
         self.energy_joules: float | None = None if self._start_mj is None else 0.0
         # Tokens of the warm-up, which nobody asked for, are not counted.
         self._before = engine.stats
-        self.ends: dict[EndReason, int] = dict.fromkeys(get_args(EndReason), 0)
+        self.ends: dict[FinishReason, int] = dict.fromkeys(get_args(FinishReason), 0)
         self._num_with_targets = 0
         self._num_met = 0
         # Of requests that ended: when (time.monotonic), TTFT and TPOT in ms.

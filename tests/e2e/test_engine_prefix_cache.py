@@ -191,17 +191,12 @@ def test_the_simulator_finds_what_the_engine_finds() -> None:
     workload = Workload("shared", tuple(requests))
     # Each comes when the one before has ended.
     times = [10.0 * index for index in range(len(requests))]
-    settings = {"max_model_len": 128, "max_num_seqs": 8}
-    with make_engine(policy="mixed:64", **settings) as engine:
+    with make_engine(policy="mixed:64", max_model_len=128, max_num_seqs=8) as engine:
         served = timed_requests(workload, [0.0] * len(requests), vocab_size=300, slo=NO_TARGETS, seed=0)
         replay(engine, served, max_concurrency=1)
         stats, model = engine.stats(), engine.model_config
-    simulated = simulate(
-        Roofline(H200, model),
-        workload,
-        times,
-        SimulationSettings(policy=engine.config.policy, kv_cache_tokens=1024, **settings),
-    ).stats
+    alike = SimulationSettings(config=engine.config, kv_cache_tokens=1024, max_model_len=128)
+    simulated = simulate(Roofline(H200, model), workload, times, alike).stats
     found = stats.prefix_cache_queries, stats.prefix_cache_hits
     assert found == (simulated.prefix_cache_queries, simulated.prefix_cache_hits) == (570, 64 + 48 + 64 + 16 + 32)
 

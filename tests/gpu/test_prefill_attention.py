@@ -71,7 +71,6 @@ class Kernels:
                     host_q_indptr=torch.from_numpy(rows.q_indptr[: c + 1]),
                     host_kv_indptr=torch.from_numpy(rows.kv_indptr[: c + 1]),
                     host_kv_lens=torch.from_numpy(rows.kv_lens[:c]),
-                    num_rows=int(rows.q_indptr[c]),
                 )
             )
         if c < n:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from test_replay import FakeEngine
 from test_replay_async import Scripted, VirtualTime, run
 
-from bullet_graph.config import Policy
+from bullet_graph.config import EngineConfig, Policy
 from bullet_graph.engine.replay import Replay, TimedRequest, timed_requests
 from bullet_graph.engine.replay import replay as replay_engine
 from bullet_graph.engine.simulation import SimulationSettings, simulate
@@ -317,9 +317,8 @@ def test_turns_wait_for_each_other_in_every_replay(plan: list[tuple[int, list[in
 def test_the_simulator_serves_conversations(policy: str) -> None:
     workload = load_workload("synthetic:chat", num_requests=40, seed=1)
     arrivals_s = Arrivals(request_rate=0.5).times(workload)
-    engine = SimulationSettings(
-        policy=Policy.parse(policy), kv_cache_tokens=100_000, max_model_len=16_384, max_num_seqs=64
-    )
+    config = EngineConfig(model="tiny", policy=Policy.parse(policy), max_num_seqs=64)
+    engine = SimulationSettings(config=config, kv_cache_tokens=100_000, max_model_len=16_384)
     replayed, stats = simulate(Roofline(H200, LLAMA_8B), workload, arrivals_s, engine)
     # The cache has room for everything.
     assert 20 < len(replayed.served) < 40

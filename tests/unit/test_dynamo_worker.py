@@ -180,10 +180,10 @@ def test_events_name_blocks_by_the_beginnings_of_their_keys() -> None:
     assert [hash_of(key) for key in KEYS] == [-1, 1, 2]
     tokens = np.arange(32, dtype=np.int32)
     stored = {"type": "stored", "token_ids": list(range(32)), "num_block_tokens": [16, 16], "block_hashes": [1, 2]}
-    assert event_of(BlocksStored(None, KEYS[1:], tokens, None), 16) == stored | {"parent_hash": None}
+    assert event_of(BlocksStored(None, KEYS[1:], tokens, None)) == stored | {"parent_hash": None}
     salted = stored | {"parent_hash": -1, "cache_salt": "a"}
-    assert event_of(BlocksStored(KEYS[0], KEYS[1:], tokens, "a"), 16) == salted
-    assert event_of(BlocksRemoved(KEYS), 16) == {"type": "removed", "block_hashes": [-1, 1, 2]}
+    assert event_of(BlocksStored(KEYS[0], KEYS[1:], tokens, "a")) == salted
+    assert event_of(BlocksRemoved(KEYS)) == {"type": "removed", "block_hashes": [-1, 1, 2]}
 
 
 class Published:
@@ -201,7 +201,7 @@ class Published:
 
 def test_events_are_published_in_order_and_a_failure_ends_nothing(caplog: pytest.LogCaptureFixture) -> None:
     published = Published()
-    events = CacheEvents(block_tokens=16, publish_load=lambda: published.loads.put(time.monotonic()))
+    events = CacheEvents(lambda: published.loads.put(time.monotonic()))
     events.put(BlocksRemoved(KEYS[:1]))
     events.start(published)
     times = [published.loads.get(timeout=10) for _ in range(3)]
@@ -217,7 +217,7 @@ def test_events_are_published_in_order_and_a_failure_ends_nothing(caplog: pytest
 
 def test_without_a_publisher_the_load_alone_is_told() -> None:
     loads: queue.SimpleQueue[None] = queue.SimpleQueue()
-    events = CacheEvents(block_tokens=16, publish_load=lambda: loads.put(None))
+    events = CacheEvents(lambda: loads.put(None))
     events.start(None)
     events.put(BlocksRemoved(KEYS))
     loads.get(timeout=10)

@@ -15,11 +15,12 @@ from click.testing import CliRunner, Result
 from fakes.perf_tables import LLAMA_8B
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from simulated_engines import changed
 
 from bench.fleet.command import fleet
 from bench.fleet.divided import Link, balanced, best_split, decode, decode_machine, prefill, prefill_machine
 from bench.fleet.shared import Fleet, Outcome, Router, Traffic, in_processes, share
-from bullet_graph.config import Policy
+from bullet_graph.config import EngineConfig, Policy
 from bullet_graph.engine.simulation import SimulationSettings, simulate
 from bullet_graph.errors import ConfigError
 from bullet_graph.perf.predict import TableModel
@@ -30,7 +31,8 @@ from bullet_graph.workloads import Arrivals, Workload, WorkloadRequest, load_wor
 from bullet_graph.workloads.workload import TurnBefore
 
 MODEL = TableModel(load_table("h200", model="llama-3.1-8b", dtype="bfloat16"), LLAMA_8B)
-ENGINE = SimulationSettings(policy=Policy("auto"), kv_cache_tokens=100_000, max_model_len=8192, max_num_seqs=64)
+CONFIG = EngineConfig(model="tiny", policy=Policy("auto"), max_num_seqs=64)
+ENGINE = SimulationSettings(config=CONFIG, kv_cache_tokens=100_000, max_model_len=8192)
 SLO = Slo(ttft_ms=500, tpot_ms=15)
 KV_BYTES = 131_072
 
@@ -108,12 +110,12 @@ def test_prefixes_are_forgotten_from_their_ends_and_with_their_engines() -> None
 
 def test_the_least_busy_machine_is_next_until_its_request_ends() -> None:
     router = Router(2, False, 0.0)
-    assert router.choose(0.0, ()).machine == 0
+    assert router.choose(0.0, ())[0] == 0
     router.take(0, (), 2.0, end_s=5.0)
-    assert router.choose(1.0, ()).machine == 1
+    assert router.choose(1.0, ())[0] == 1
     router.take(1, (), 3.0, end_s=9.0)
-    assert router.choose(2.0, ()).machine == 0
-    assert router.choose(5.0, ()).machine == 0
+    assert router.choose(2.0, ())[0] == 0
+    assert router.choose(5.0, ())[0] == 0
     assert router.load == [0.0, 3.0]
 
 
@@ -213,7 +215,7 @@ def test_a_prefill_machine_takes_the_engines_time() -> None:
         (at_s, r.prompt_tokens, 0, at_s + 0.5) for at_s, r in zip(times.tolist(), workload.requests, strict=True)
     ]
     ms_per_token = 1e3 * fleet_of(1).prefill_s_per_token
-    found = np.array(prefill_machine(MODEL, prompts, ENGINE.max_num_batched_tokens, ms_per_token)) - times
+    found = np.array(prefill_machine(MODEL, prompts, CONFIG.max_num_batched_tokens, ms_per_token)) - times
     expected = [served.metrics.ttft_ms / 1e3 for served in engine.replay.served]
     assert np.median(found) == pytest.approx(np.median(expected), rel=0.03)
     assert np.mean(found) == pytest.approx(np.mean(expected), rel=0.05)
@@ -277,10 +279,10 @@ def test_a_divided_fleet_has_both_kinds(split: int) -> None:
 
 def test_without_a_prefix_cache_each_prompt_is_computed() -> None:
     traffic = chats(10, 20.0)
-    for engine in (ENGINE, replace(ENGINE, prefix_caching=False)):
+    for engine in (ENGINE, changed(ENGINE, prefix_caching=False)):
         prefilled = prefill(fleet_of(3, engine=engine), traffic, 2)
-        assert (prefilled.cached_tokens > 0) is engine.prefix_caching
-        assert (sum(prefilled.lacking) < prefilled.prompt_tokens) is engine.prefix_caching
+        assert (prefilled.cached_tokens > 0) is engine.config.prefix_caching
+        assert (sum(prefilled.lacking) < prefilled.prompt_tokens) is engine.config.prefix_caching
 
 
 def test_a_request_that_no_engine_takes_fails_alone() -> None:

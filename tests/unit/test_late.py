@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from fakes.perf_tables import LLAMA_8B
 
-from bullet_graph.config import Policy
+from bullet_graph.config import EngineConfig, Policy
 from bullet_graph.engine.output import OutputKind, RequestOutput
 from bullet_graph.engine.request import Request, Sample
 from bullet_graph.engine.sequence import Sequence
@@ -20,7 +20,8 @@ SLO = Slo(ttft_ms=500, tpot_ms=15)
 
 
 def engine() -> SimulatedEngine:
-    settings = SimulationSettings(policy=Policy("auto"), kv_cache_tokens=200_000, max_model_len=16_384)
+    config = EngineConfig(model="tiny", policy=Policy("auto"), max_num_seqs=1024)
+    settings = SimulationSettings(config=config, kv_cache_tokens=200_000, max_model_len=16_384)
     return SimulatedEngine(Roofline(H200, LLAMA_8B), settings)
 
 

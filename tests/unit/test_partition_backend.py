@@ -285,7 +285,6 @@ def test_auto_passes_over_one_that_cannot_be_opened(gpu: FakeDriver, probe: Smid
         ),
         ("smctrl", "--partition-backend smctrl has to hold SmPartition.*, but smctrl refused: there"),
         ("none", "but none refused: partition back end none has the whole GPU only"),
-        ("mps", "one of auto, smctrl, green, none, but found 'mps'"),
     ],
 )
 def test_every_reason_is_named_where_none_is_left(gpu: FakeDriver, name: str, message: str) -> None:

@@ -7,7 +7,7 @@ from examples import few
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bullet_graph.config import Policy
+from bullet_graph.config import EngineConfig, Policy
 from bullet_graph.engine.output import OutputKind
 from bullet_graph.engine.simulation import SimulatedEngine, SimulationSettings
 from bullet_graph.planner.tuning import TUNING
@@ -22,8 +22,9 @@ class Loop(SimulatedEngine):
 
     def __init__(self, policy: str, slo: Slo, *, num_running: int, output_tokens: int) -> None:
         max_model_len = ENDLESS + 1
-        sizes = {"kv_cache_tokens": 64 * max_model_len, "max_model_len": max_model_len, "max_num_seqs": 64}
-        super().__init__(MODEL, SimulationSettings(policy=Policy.parse(policy), **sizes))
+        config = EngineConfig(model="tiny", policy=Policy.parse(policy), max_num_seqs=64)
+        sizes = {"kv_cache_tokens": 64 * max_model_len, "max_model_len": max_model_len}
+        super().__init__(MODEL, SimulationSettings(config=config, **sizes))
         self.slo = slo
         self.running = [self.ask(1, output_tokens) for _ in range(num_running)]
         while self.stats().num_decoding < num_running:

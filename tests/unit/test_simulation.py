@@ -1,7 +1,6 @@
 """The engine's own loop, scheduler and planner in virtual time."""
 
 import math
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,8 +9,9 @@ from examples import few
 from fakes.perf_tables import LLAMA_8B
 from hypothesis import given
 from hypothesis import strategies as st
+from simulated_engines import changed
 
-from bullet_graph.config import Policy, PromptOrder
+from bullet_graph.config import EngineConfig, Policy, PromptOrder
 from bullet_graph.engine.simulation import SimulatedEngine, Simulation, SimulationSettings, simulate
 from bullet_graph.errors import ConfigError
 from bullet_graph.hardware import H200
@@ -24,9 +24,8 @@ from bullet_graph.workloads import Arrivals, Workload, WorkloadRequest, load_wor
 
 POLICIES = ("serial", "serial:512", "mixed", "mixed:256", "split", "split:32", "auto")
 MODEL = Roofline(H200, LLAMA_8B)
-SETTINGS = SimulationSettings(
-    policy=Policy("auto"), kv_cache_tokens=100_000, max_model_len=8192, max_num_seqs=64, host_overhead_ms=0.0
-)
+CONFIG = EngineConfig(model="tiny", policy=Policy("auto"), max_num_seqs=64)
+SETTINGS = SimulationSettings(config=CONFIG, kv_cache_tokens=100_000, max_model_len=8192, host_overhead_ms=0.0)
 TIGHT = Slo(ttft_ms=500, tpot_ms=15)
 
 
@@ -37,7 +36,7 @@ def workload(*lengths: tuple[int, int]) -> Workload:
 def run(
     lengths: list[tuple[int, int]], arrivals_s: list[float], *, slo: Slo = NO_TARGETS, **changes: Any
 ) -> Simulation:
-    return simulate(MODEL, workload(*lengths), np.array(arrivals_s), replace(SETTINGS, **changes), slo=slo)
+    return simulate(MODEL, workload(*lengths), np.array(arrivals_s), changed(SETTINGS, **changes), slo=slo)
 
 
 def output_lens(simulation: Simulation) -> list[int]:
@@ -72,7 +71,7 @@ def test_every_policy_serves_every_request_to_its_end(policy: str, slo: Slo) -> 
     conv = load_workload("azure:conv", num_requests=30)
     arrivals = Arrivals(request_rate=25).times(conv)
     first, again = (
-        simulate(MODEL, conv, arrivals, replace(SETTINGS, policy=Policy.parse(policy)), slo=slo) for _ in range(2)
+        simulate(MODEL, conv, arrivals, changed(SETTINGS, policy=Policy.parse(policy)), slo=slo) for _ in range(2)
     )
     assert output_lens(first) == [request.output_tokens for request in conv.requests]
     assert first == again, "the same arguments give the same result"
@@ -87,7 +86,7 @@ def test_without_targets_auto_is_as_quick_as_any_policy() -> None:
     load = load_workload("azure:conv", num_requests=150)
 
     def duration_s(policy: str) -> float:
-        settings = replace(SETTINGS, policy=Policy.parse(policy), kv_cache_tokens=600_000, max_num_seqs=256)
+        settings = changed(SETTINGS, policy=Policy.parse(policy), kv_cache_tokens=600_000, max_num_seqs=256)
         return simulate(model, load, np.zeros(150), settings).replay.duration_s
 
     assert duration_s("auto") <= 1.005 * min(map(duration_s, ("serial", "mixed:2048", "mixed:8192")))
@@ -131,7 +130,6 @@ def test_concurrency_is_limited_and_progress_is_told() -> None:
     [
         ({"kv_cache_tokens": 8191}, "max_model_len=8192"),
         ({"max_num_seqs": 0}, "max_num_seqs"),
-        ({"max_model_len": 0}, "max_model_len"),
         ({"max_num_batched_tokens": 0}, "max_num_batched_tokens"),
         ({"host_overhead_ms": math.nan}, "host_overhead_ms"),
         ({"time_noise": -0.1}, "time_noise"),
@@ -139,7 +137,7 @@ def test_concurrency_is_limited_and_progress_is_told() -> None:
 )
 def test_bad_settings_are_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        replace(SETTINGS, **changes)
+        changed(SETTINGS, **changes)
 
 
 def test_noise_repeats_with_its_seed_alone() -> None:
@@ -154,9 +152,9 @@ def test_noise_repeats_with_its_seed_alone() -> None:
 
 def test_sizes_that_the_model_does_not_know_are_refused() -> None:
     with pytest.raises(ConfigError, match="50 SMs is not in the performance table"):
-        SimulatedEngine(MODEL, replace(SETTINGS, decode_sms=(32, 50)))
+        SimulatedEngine(MODEL, changed(SETTINGS, decode_sms=(32, 50)))
     with pytest.raises(ConfigError, match="split:48"):
-        SimulatedEngine(MODEL, replace(SETTINGS, policy=Policy.parse("split:48"), decode_sms=(32,)))
+        SimulatedEngine(MODEL, changed(SETTINGS, policy=Policy.parse("split:48"), decode_sms=(32,)))
 
 
 @few(25)

@@ -20,12 +20,16 @@ def read_qwen3(config: JsonObject) -> ModelConfig:
     return replace(_read_dense_config(config), qk_norm=True)
 
 
-def _read_dense_config(config: JsonObject) -> ModelConfig:
-    # The defaults of Hugging Face's config classes; a window that is null is none.
+def with_window(config: JsonObject) -> JsonObject:
+    """With the window that Hugging Face's config classes mean; one that is null is none."""
     values = {"sliding_window": 4096, **config.values}
     if not config.read("use_sliding_window", bool, default=False):
         values["sliding_window"] = None
-    config = replace(config, values=values).with_defaults(max_window_layers=28)
+    return replace(config, values=values)
+
+
+def _read_dense_config(config: JsonObject) -> ModelConfig:
+    config = with_window(config).with_defaults(max_window_layers=28)
     first = config.get("max_window_layers") and config.read("max_window_layers", int)
     return read_dense_config(config, slides=lambda layer: layer >= first)
 

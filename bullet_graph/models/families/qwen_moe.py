@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from bullet_graph.models.config import MAX_WIDTH, ModelConfig, read_dense_config, with_experts
 from bullet_graph.models.families.llama import TINY
-from bullet_graph.models.families.qwen import QWEN3_8B
+from bullet_graph.models.families.qwen import QWEN3_8B, with_window
 from bullet_graph.models.json_files import JsonObject
 
 
@@ -13,9 +13,8 @@ def read_qwen2_moe(config: JsonObject) -> ModelConfig:
     config = replace(config, values={**config.values, "attention_bias": None}).with_defaults(max_window_layers=28)
     first = config.get("max_window_layers") and config.read("max_window_layers", int)
     # By Hugging Face's config class, every other layer below it slides.
-    model = read_dense_config(
-        _with_window(config), has_experts=True, slides=lambda layer: layer % 2 == 0 and layer < first
-    )
+    config = with_window(config)
+    model = read_dense_config(config, has_experts=True, slides=lambda layer: layer % 2 == 0 and layer < first)
     shared_size = config.read("shared_expert_intermediate_size", int, at_most=MAX_WIDTH)
     return replace(_with_experts(model, config, shared_size), qkv_bias=config.read("qkv_bias", bool, default=True))
 
@@ -23,15 +22,8 @@ def read_qwen2_moe(config: JsonObject) -> ModelConfig:
 def read_qwen3_moe(config: JsonObject) -> ModelConfig:
     # A window is that of all layers.
     config = replace(config, values={**config.values, "layer_types": None})
-    model = read_dense_config(_with_window(config), has_experts=True, slides=lambda _: True)
+    model = read_dense_config(with_window(config), has_experts=True, slides=lambda _: True)
     return replace(_with_experts(model, config), qk_norm=True)
-
-
-def _with_window(config: JsonObject) -> JsonObject:
-    values = {"sliding_window": 4096, **config.values}
-    if not config.read("use_sliding_window", bool, default=False):
-        values["sliding_window"] = None
-    return replace(config, values=values)
 
 
 def _with_experts(model: ModelConfig, config: JsonObject, shared_size: int = 0) -> ModelConfig:
