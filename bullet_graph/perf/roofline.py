@@ -256,6 +256,7 @@ def wave_efficiency(tokens: float, sms: int, shape: DecoderShape) -> float:
 class Roofline:
     """A performance model of bytes, operations and waves, in which no point is measured.
 
+    What overlaps in part counts as the root of the sum of squares: computing, reading weights, launching.
     Implements :class:`~bullet_graph.perf.performance.PerformanceModel`. The decode lane has every multiple of 16 SMs
     that leaves 16 to prefill. ``dtype_bytes`` is the size of a weight and of a KV-cache element.
     """
@@ -284,22 +285,23 @@ class Roofline:
         self._head_flops = 2 * self._head_bytes / dtype_bytes
         self._pair_flops = 4 * shape.num_layers * shape.num_heads * shape.head_dim
         self._overhead_ms = shape.num_layers * spec.layer_overhead_ms
+        self._launch_ms = shape.num_layers * spec.captured_layer_ms
 
     def decode(self, batch_size: float, kv_tokens: float, sms: int | None = None) -> Prediction:
-        """Weights, keys and values at the bandwidth of the SMs; the number of rows may be a mean."""
+        """Products, then keys and values at the bandwidth of the SMs; the number of rows may be a mean."""
         sms = sms or self.num_sms
-        flops = batch_size * (self._row_flops + self._head_flops)
-        products_ms = max(self._weights_ms(batch_size, sms), flops / self._flops_per_ms(sms))
+        computed_ms = batch_size * (self._row_flops + self._head_flops) / self._flops_per_ms(sms)
+        products_ms = math.hypot(computed_ms, self._weights_ms(batch_size, sms))
         kv_ms = self._kv_ms(batch_size, kv_tokens, sms)
         return Prediction(products_ms + kv_ms + self._overhead_ms, measured=False)
 
     def prefill(self, tokens: float, pairs: float, sms: int | None = None) -> Prediction:
-        """Products in whole waves, then attention; the number of rows may be a mean."""
+        """Products with attention, reads of weights, and the host's launches; the number of rows may be a mean."""
         sms = sms or self.num_sms
-        products_ms = self._prefill_products_ms(tokens, sms)
         flops = self._attended(tokens, pairs) * self._pair_flops
         attention_ms = flops / (self._spec.attention_tflops * 1e9 * self._compute_share(sms))
-        return Prediction(products_ms + attention_ms + self._overhead_ms, measured=False)
+        computed_ms = self._computed_ms(tokens, sms) + attention_ms
+        return Prediction(math.hypot(computed_ms, self._weights_ms(tokens, sms), self._launch_ms), measured=False)
 
     def mixed(self, tokens: int, pairs: float, batch_size: int, kv_tokens: int) -> Prediction:
         kv_ms = self._kv_ms(batch_size, kv_tokens, self.num_sms)
@@ -313,22 +315,19 @@ class Roofline:
         )
 
     def wave_chunk_tokens(self, max_tokens: int, sms: int | None = None) -> int:
-        """The chunk of at most ``max_tokens`` rows whose products fill their waves best, the largest of equals.
+        """The chunk of at most ``max_tokens`` rows with the highest rate before attention, the largest of equals.
 
-        With experts it is the one of the highest rate: a short chunk reads nearly as many experts as a long one.
         It is a multiple of ``CHUNK_STEP_TOKENS``, or ``max_tokens`` itself if that is less than one step.
         """
         if max_tokens < CHUNK_STEP_TOKENS:
             return max_tokens
-        sizes, on = range(CHUNK_STEP_TOKENS, max_tokens + 1, CHUNK_STEP_TOKENS), sms or self.num_sms
-        if self._shape.num_experts:
-            return max(sizes, key=lambda tokens: (tokens / self._prefill_products_ms(tokens, on), tokens))
-        return max(sizes, key=lambda tokens: (wave_efficiency(tokens, on, self._shape), tokens))
+        sizes = range(CHUNK_STEP_TOKENS, max_tokens + 1, CHUNK_STEP_TOKENS)
+        return max(sizes, key=lambda tokens: (tokens / self.prefill(tokens, 0, sms).ms, tokens))
 
-    def _prefill_products_ms(self, tokens: float, sms: int) -> float:
-        efficiency = wave_efficiency(tokens, sms, self._shape)
-        computed_ms = tokens * self._row_flops / (self._flops_per_ms(sms) * efficiency)
-        return max(computed_ms, self._weights_ms(tokens, sms))
+    def _computed_ms(self, tokens: float, sms: int) -> float:
+        """Products of prompt rows; in whole waves on a part of the GPU, for which no tiles are chosen by rows."""
+        ms = tokens * self._row_flops / self._flops_per_ms(sms)
+        return ms if sms == self.num_sms else ms / wave_efficiency(tokens, sms, self._shape)
 
     def _weights_ms(self, rows: float, sms: int) -> float:
         num_bytes = self._weight_bytes + touched_experts(self._shape, rows) * self._expert_bytes

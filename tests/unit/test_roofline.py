@@ -16,6 +16,7 @@ from bullet_graph.models.config import ModelConfig
 from bullet_graph.models.presets import PRESETS
 from bullet_graph.perf.bandwidth import measure_copy_gb_per_s
 from bullet_graph.perf.performance import PerformanceModel, attention_pairs
+from bullet_graph.perf.profile_plan import from_points
 from bullet_graph.perf.roofline import (
     Roofline,
     decode_step_bytes,
@@ -26,6 +27,7 @@ from bullet_graph.perf.roofline import (
     touched_experts,
     wave_efficiency,
 )
+from bullet_graph.perf.table import list_tables, read_table
 
 SMALL = PRESETS["qwen3-0.6b"]
 COUNTED = replace(
@@ -122,7 +124,7 @@ def test_times_of_experts() -> None:
     assert many == pytest.approx(2 * 30e9 / 3600e6 + 48 * 0.01, rel=0.1)
     assert more < 1.1 * many
     # A short chunk waits for the same weights as a long one.
-    assert roofline.prefill(256, attention_pairs(256)).ms > 0.9 * roofline.prefill(1024, attention_pairs(1024)).ms
+    assert roofline.prefill(256, attention_pairs(256)).ms > 0.8 * roofline.prefill(1024, attention_pairs(1024)).ms
     assert roofline.wave_chunk_tokens(8192) > 4096
     assert 0 < wave_efficiency(8192, 132, MOE) <= 1
 
@@ -150,14 +152,13 @@ def test_16_rows_an_sm_fill_every_wave_of_llama_8b(sms: int) -> None:
 
 @given(st.integers(64, 4096), st.integers(1, 132), st.sampled_from([LLAMA_8B, SMALL]))
 def test_no_other_chunk_has_a_higher_rate(max_tokens: int, sms: int, shape: ModelConfig) -> None:
-    best = Roofline(H200, shape).wave_chunk_tokens(max_tokens, sms)
+    roofline = Roofline(H200, shape)
+    best = roofline.wave_chunk_tokens(max_tokens, sms)
     assert best <= max_tokens
     assert best % 64 == 0
     assert 0 < wave_efficiency(best, sms, shape) <= 1
-    assert all(
-        wave_efficiency(tokens, sms, shape) <= wave_efficiency(best, sms, shape)
-        for tokens in range(64, max_tokens + 1, 64)
-    )
+    rates = {tokens: tokens / roofline.prefill(tokens, 0, sms).ms for tokens in range(64, max_tokens + 1, 64)}
+    assert rates[best] == max(rates.values())
 
 
 # ---- times ----
@@ -187,9 +188,22 @@ def test_partitions_of_an_h200_within_30_percent(roofline: PerformanceModel, dec
 def test_prefill_and_mixed_on_an_h200(roofline: PerformanceModel) -> None:
     pairs = attention_pairs(2048)
     assert roofline.prefill(2048, pairs).ms == pytest.approx(perf_tables.prefill_ms(2048), rel=0.1)
-    # The rows of decode open another row of tiles, which by the waves costs more than it does.
     mixed = roofline.mixed(2048, pairs, 64, 64_000)
-    assert mixed.ms == pytest.approx(perf_tables.mixed_ms(2048, 64, 1000), rel=0.2)
+    assert mixed.ms == pytest.approx(perf_tables.mixed_ms(2048, 64, 1000), rel=0.1)
+
+
+@pytest.mark.parametrize("name", ["h200_llama-3.1-8b", "h200_qwen3-8b", "h100_llama-3.1-8b"])
+def test_errors_on_the_points_of_measured_tables(name: str) -> None:
+    table = read_table(next(path for path in list_tables() if path.name == f"{name}_bfloat16.json"))
+    roofline = Roofline(gpu_spec(table.key.gpu, table.key.num_sms), PRESETS[table.key.model])
+    errors: dict[str, list[float]] = {}
+    for point, (measured_ms, _) in from_points(table.points).items():
+        predicted_ms, _ = point.predicted(roofline)
+        kind = point.kind if point.kind == "split" or point.sms is None else "part"
+        errors.setdefault(kind, []).append(abs(predicted_ms[0] / measured_ms[0] - 1))
+    medians = {kind: statistics.median(of_kind) for kind, of_kind in errors.items()}
+    assert max(medians["decode"], medians["prefill"], medians["mixed"]) < 0.07
+    assert max(medians["part"], medians["split"]) < 0.2
 
 
 def test_sizes_of_the_decode_lane_leave_prefill_16_sms_and_chunks_follow_the_waves() -> None:
