@@ -17,7 +17,7 @@ OWN = "bullet_graph"
 CLAIMED = "bullet_graph auto"
 Run: TypeAlias = dict[str, Any]
 
-_WRITTEN = re.compile(r" --(output-json|vllm-log) ('[^']*'|\S+)")
+_WRITTEN = re.compile(r" --(output-json|(?:vllm|sglang)-log) ('[^']*'|\S+)")
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,10 @@
-"""Peers that answer with one token after the other: an OpenAI-compatible server, and vLLM's interface."""
+"""Peers that answer with one token after the other: an OpenAI-compatible server, vLLM's and SGLang's interfaces."""
 
 import asyncio
 import dataclasses
 import json
+import os
+import signal
 import sys
 import threading
 from collections.abc import AsyncIterator, Iterator
@@ -11,6 +13,7 @@ from enum import Enum
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -147,11 +150,88 @@ def install_fake_vllm(monkeypatch: pytest.MonkeyPatch) -> list[FakeAsyncLLM]:
         "vllm.inputs": {"tokens_input": lambda ids: {"type": "token", "prompt_token_ids": ids}},
         "vllm.sampling_params": {"SamplingParams": FakeSamplingParams, "RequestOutputKind": RequestOutputKind},
     }
+    _install(monkeypatch, contents)
+    for name in ("NO_USAGE_STATS", "LOGGING_STREAM", "LOGGING_LEVEL", "WORKER_MULTIPROC_METHOD"):
+        monkeypatch.setenv(f"VLLM_{name}", "")
+    return FakeAsyncLLM.made
+
+
+def _install(monkeypatch: pytest.MonkeyPatch, contents: dict[str, dict[str, Any]]) -> None:
     for name, attributes in contents.items():
         module = ModuleType(name)
         vars(module).update(attributes)
         monkeypatch.setitem(sys.modules, name, module)
-    for name in ("NO_USAGE_STATS", "LOGGING_STREAM", "LOGGING_LEVEL", "WORKER_MULTIPROC_METHOD"):
-        monkeypatch.setenv(f"VLLM_{name}", "")
-    monkeypatch.setattr("bench.peers.vllm_system.installed_version", lambda _: "0.24.0")
-    return FakeAsyncLLM.made
+    monkeypatch.setattr("bench.peers.peer_process.installed_version", lambda _: "0.24.0")
+
+
+# ---- SGLang ----
+
+CHOSEN = """mem_fraction_static chunked_prefill_size max_prefill_tokens page_size disable_overlap_schedule
+attention_backend sampling_backend moe_runner_backend cuda_graph_config"""
+GIVEN = """model_path load_format skip_tokenizer_init incremental_streaming_output dtype kv_cache_dtype random_seed
+context_length max_running_requests disable_radix_cache custom_sigquit_handler log_level enable_pdmux
+cuda_graph_max_bs_decode"""
+FakeServerArgs = dataclasses.make_dataclass(
+    "FakeServerArgs", [(name, object, None) for name in (*CHOSEN.split(), *GIVEN.split())]
+)
+"""The arguments that the comparison gives or reports, of SGLang's many."""
+
+
+class FakeSglang:
+    """SGLang's ``Engine``. Its scheduler dies at a prompt that begins with token 0 and is ``deadly``."""
+
+    made: list["FakeSglang"]
+    deadly = False
+
+    def __init__(self, **arguments: Any) -> None:
+        self.server_args: Any = FakeServerArgs(**arguments)
+        if self.server_args.max_running_requests > 8:
+            raise RuntimeError("Not enough memory. Please try to increase --mem-fraction-static.")
+        print("SGLang says hello on stdout")
+        self.rids: list[str] = []
+        self.tokenizer_manager = Mock()
+        self._scheduler_init_result = SimpleNamespace(scheduler_infos=[{"max_total_num_tokens": 99}])
+        FakeSglang.made.append(self)
+
+    async def async_generate(
+        self, *, input_ids: list[int], sampling_params: dict[str, Any], stream: bool, rid: str
+    ) -> AsyncIterator[Any]:
+        assert (stream, sampling_params["temperature"], sampling_params["ignore_eos"]) == (True, 0, True)
+        assert len(input_ids) + sampling_params["max_new_tokens"] + 6 <= self.server_args.context_length
+        self.rids.append(rid)
+
+        async def outputs() -> AsyncIterator[Any]:
+            last = sampling_params["max_new_tokens"]
+            if self.deadly:
+                # As its watchdog does; what waits gets no more answers.
+                os.kill(os.getpid(), signal.SIGQUIT)
+                await asyncio.Event().wait()
+            if last == 6:
+                abort = {"type": "abort", "message": "no room", "status_code": 503}
+                yield {"output_ids": [], "meta_info": {"finish_reason": abort}}
+                return
+            for number in range(1, last + 1):
+                await asyncio.sleep(0)
+                reason = {"type": "length", "length": last} if number == last else None
+                yield {"output_ids": [0], "meta_info": {"finish_reason": reason}}
+
+        return outputs()
+
+    def get_all_child_pids(self) -> list[int]:
+        return [4711]
+
+
+def install_fake_sglang(monkeypatch: pytest.MonkeyPatch) -> tuple[list[FakeSglang], Mock]:
+    """Put modules named as SGLang's into place; returns the engines as they are made, and what ends processes."""
+    FakeSglang.made = []
+    ended = Mock()
+    contents: dict[str, dict[str, Any]] = {
+        "sglang": {"__version__": "0.5.17"},
+        "sglang.srt": {},
+        "sglang.srt.entrypoints": {},
+        "sglang.srt.entrypoints.engine": {"Engine": FakeSglang},
+        "sglang.srt.server_args": {"ServerArgs": FakeServerArgs},
+        "sglang.srt.utils": {"kill_process_tree": ended},
+    }
+    _install(monkeypatch, contents)
+    return FakeSglang.made, ended

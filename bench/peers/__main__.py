@@ -2,6 +2,6 @@
 
 from bench.peers.command import compare
 
-# Guarded: vLLM's core is a spawned process, which imports this module anew.
+# Guarded: The peers' cores are spawned processes, which import this module anew.
 if __name__ == "__main__":
     compare(prog_name="python -m bench.peers")

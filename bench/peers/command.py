@@ -18,7 +18,7 @@ from rich.text import Text
 
 from bench.peers.comparison import Comparison, make_peer_cells, make_setup
 from bench.peers.residents import group, open_system, require_installed, require_memory
-from bench.peers.systems import Candidate, peer_versions
+from bench.peers.systems import Candidate, Kind, peer_versions
 from bench.record import Refusal
 from bullet_graph.cli.bench.sweep import print_sweep
 from bullet_graph.cli.bench.sweep_runner import Sweep, WorkloadSpec
@@ -33,7 +33,7 @@ from bullet_graph.models.presets import resolve_model
 from bullet_graph.perf.goodput_search import FASTEST_RATE
 from bullet_graph.perf.provenance import collect_provenance
 
-_NO_SETTINGS = ("vllm_log", "own_decisions", "one_at_a_time")
+_NO_SETTINGS = ("vllm_log", "sglang_log", "own_decisions", "one_at_a_time")
 """Options that no figure depends on, or that are listed apart."""
 
 _LEAST_WIDTH = 160
@@ -46,9 +46,9 @@ _LEAST_WIDTH = 160
     "systems",
     multiple=True,
     required=True,
-    metavar="own:POLICY[/ORDER]|vllm[:CHUNK]|openai:URL",
+    metavar="own:POLICY[/ORDER]|vllm[:CHUNK]|sglang[:CHUNK|:pdmux]|openai:URL",
     help="What to compare; repeat it for several. ORDER: of prompts, arrival or longest-output. CHUNK: most tokens of "
-    "a step of vLLM.",
+    "a step of vLLM, or of a prefill step of SGLang. pdmux: SGLang's PD multiplexing.",
 )
 @click.option(
     "--workload",
@@ -92,6 +92,14 @@ _LEAST_WIDTH = 160
     help="An argument of vLLM's AsyncEngineArgs, the value as JSON or text.",
 )
 @click.option("--vllm-log", type=click.Path(path_type=Path, dir_okay=False), help="A file for vLLM's messages.")
+@click.option(
+    "--sglang-option",
+    "sglang_options",
+    multiple=True,
+    metavar="NAME=VALUE",
+    help="An argument of SGLang's ServerArgs, the value as JSON or text.",
+)
+@click.option("--sglang-log", type=click.Path(path_type=Path, dir_okay=False), help="A file for SGLang's messages.")
 @click.option(
     "--own-decisions",
     type=click.Path(path_type=Path, dir_okay=False),
@@ -142,7 +150,8 @@ def _compare(
 ) -> Sweep:
     cells = make_peer_cells([WorkloadSpec.parse(text) for text in workloads], candidates, options)
     setup = make_setup(cells, options)
-    vllm_options = dict(_parse_option(text) for text in options["vllm_options"])
+    peers: tuple[Kind, ...] = ("vllm", "sglang")
+    peer_options = {peer: dict(_parse_option(peer, text) for text in options[f"{peer}_options"]) for peer in peers}
     vocab_size = resolve_model(options["model"]).config.vocab_size
     device = options["device"]
     if device == "auto":
@@ -166,8 +175,8 @@ def _compare(
         setup,
         # One with a target for TPOT, if there is any: then mixed predicts its chunks.
         slo=next((cell.slo for cell in cells if cell.slo.tpot_ms is not None), cells[0].slo),
-        vllm_options=vllm_options,
-        vllm_log=options["vllm_log"],
+        options=peer_options,
+        logs={peer: options[f"{peer}_log"] for peer in peers},
         own_decisions=options["own_decisions"],
     )
     with asyncio.Runner(loop_factory=event_loop_factory()) as runner:
@@ -240,10 +249,10 @@ def _parse_rates(text: str | None) -> tuple[float, ...] | None:
     return tuple(dict.fromkeys(rates))
 
 
-def _parse_option(text: str) -> tuple[str, Any]:
+def _parse_option(peer: Kind, text: str) -> tuple[str, Any]:
     name, equals, value = text.partition("=")
     if not (name and equals):
-        raise ConfigError(f"--vllm-option {text!r}: write NAME=VALUE, such as max_cudagraph_capture_size=1024")
+        raise ConfigError(f"--{peer}-option {text!r}: write NAME=VALUE, such as max_cudagraph_capture_size=1024")
     try:
         return name, json.loads(value)
     except ValueError:

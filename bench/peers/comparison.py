@@ -245,9 +245,7 @@ class Comparison:
         others = [
             self._sweep.cell(other.key).rate_runs
             for other in self._cells
-            if other.key.task == cell.key.task
-            and other.system.resident == cell.system.resident
-            and other.system != cell.system
+            if other.key.task == cell.key.task and other.system.peer == cell.system.peer and other.system != cell.system
         ]
 
         def is_beaten(share: float) -> bool:

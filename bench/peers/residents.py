@@ -1,15 +1,17 @@
 """The systems that are installed here, the memory they need, and starting them."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import platformdirs
+import torch
 
+from bench.peers import sglang_system, vllm_system
 from bench.peers.own import OwnEngine
-from bench.peers.systems import Candidate, OwnSetting, Setup, System, log
-from bench.peers.vllm_system import VllmSystem, require_vllm
+from bench.peers.peer_process import require_peer
+from bench.peers.systems import Candidate, Kind, OwnSetting, Setup, System, log
 from bullet_graph.errors import ConfigError, DeviceError
 from bullet_graph.perf.provenance import installed_version
 from bullet_graph.runtime.memory import format_bytes
@@ -24,30 +26,33 @@ async def open_system(
     candidates: Sequence[Candidate],
     *,
     slo: Slo,
-    vllm_options: dict[str, Any],
-    vllm_log: Path | None,
+    options: Mapping[Kind, Mapping[str, Any]],
+    logs: Mapping[Kind, Path | None],
     own_decisions: Path | None = None,
 ) -> System:
     """Start what these candidates share.
 
     Args:
         setup: what every system is given.
-        candidates: of one kind and URL.
+        candidates: that share it.
         slo: targets that will be asked for, one for TPOT among them if there is any.
-        vllm_options: further arguments of vLLM's.
-        vllm_log: a file for its messages.
+        options: further arguments of each peer's.
+        logs: a file for each peer's messages.
         own_decisions: a new file for the decisions of this engine's planner.
     """
-    kind, url = candidates[0].resident
+    kind, setting = candidates[0].kind, candidates[0].setting
     if kind == "own":
         return OwnEngine(setup, [OwnSetting.parse(candidate.setting) for candidate in candidates], slo, own_decisions)
+    folder = platformdirs.user_cache_path("bullet_graph") / "peers" / Path(setup.model).name
     if kind == "vllm":
-        folder = platformdirs.user_cache_path("bullet_graph") / "peers" / Path(setup.model).name
-        return VllmSystem(setup, folder, vllm_options, vllm_log)
+        return vllm_system.VllmSystem(setup, folder, options["vllm"], logs["vllm"])
+    if kind == "sglang":
+        memory = torch.cuda.mem_get_info if torch.cuda.is_available() else None
+        return sglang_system.SglangSystem(setup, setting, folder, options["sglang"], logs["sglang"], memory)
     # aiohttp is needed for servers alone.
     from bench.peers.server_system import ServerSystem  # noqa: PLC0415
 
-    return await ServerSystem.connect(url)
+    return await ServerSystem.connect(candidates[0].url)
 
 
 def require_installed(candidates: Sequence[Candidate]) -> None:
@@ -57,8 +62,9 @@ def require_installed(candidates: Sequence[Candidate]) -> None:
         DeviceError: something is missing.
     """
     kinds = {candidate.kind for candidate in candidates}
-    if "vllm" in kinds:
-        require_vllm()
+    for peer in (vllm_system, sglang_system):
+        if peer.NAME in kinds:
+            require_peer(peer.NAME, peer.VERSION)
     if "openai" in kinds and installed_version("aiohttp") is None:
         raise DeviceError("openai:URL needs aiohttp, which is not installed: pip install 'bullet-graph[bench]'")
 

@@ -11,8 +11,10 @@ from bullet_graph.errors import ConfigError
 from bullet_graph.perf.provenance import installed_version
 from bullet_graph.slo import Slo
 
-Kind = Literal["own", "vllm", "openai"]
-_FORMS = "own:POLICY, own:POLICY/ORDER, vllm, vllm:CHUNK or openai:URL"
+Kind = Literal["own", "vllm", "sglang", "openai"]
+PD_MULTIPLEXING = "pdmux"
+"""The setting of SGLang with prefill and decode on SM partitions side by side."""
+_FORMS = "own:POLICY, own:POLICY/ORDER, vllm, vllm:CHUNK, sglang, sglang:CHUNK, sglang:pdmux or openai:URL"
 
 
 class System(Protocol):
@@ -82,8 +84,8 @@ class Candidate:
 
     Attributes:
         kind: of system.
-        setting: an :class:`OwnSetting` of this engine's; vLLM's largest number of tokens in a step, or empty for the
-            engine's; empty for a server.
+        setting: an :class:`OwnSetting` of this engine's; a peer's largest number of prompt tokens in a step, or empty
+            for the engine's, or SGLang's ``pdmux``; empty for a server.
         url: of a server, up to ``/v1``; else empty.
     """
 
@@ -93,15 +95,17 @@ class Candidate:
 
     @classmethod
     def parse(cls, text: str) -> "Candidate":
-        """Read ``own:POLICY``, ``own:POLICY/ORDER``, ``vllm``, ``vllm:CHUNK`` or ``openai:URL``.
+        """Read a system as the command line names it.
 
         Raises:
             ConfigError: for any other text, with the forms allowed.
         """
         kind, _, rest = text.partition(":")
+        has_chunk = rest.isdecimal() and int(rest) > 0
         good = {
             "own": bool(rest),
-            "vllm": text == "vllm" or (rest.isdecimal() and int(rest) > 0),
+            "vllm": has_chunk or text == "vllm",
+            "sglang": has_chunk or text in ("sglang", f"sglang:{PD_MULTIPLEXING}"),
             "openai": rest.startswith(("http://", "https://")),
         }
         if kind not in get_args(Kind) or not good[kind]:
@@ -112,7 +116,12 @@ class Candidate:
 
     @property
     def resident(self) -> tuple[Kind, str]:
-        """The process or server that it needs: candidates that share it take turns."""
+        """The process or server that it needs: candidates that share it take turns. SGLang's setting cannot change."""
+        return self.kind, self.setting if self.kind == "sglang" else self.url
+
+    @property
+    def peer(self) -> tuple[Kind, str]:
+        """What it is a setting of."""
         return self.kind, self.url
 
     @property
@@ -122,8 +131,8 @@ class Candidate:
             return f"bullet_graph {self.setting}"
         if self.kind == "openai":
             return self.url
-        version = installed_version("vllm") or "(not installed)"
-        return f"vllm {version} chunk {self.setting}" if self.setting else f"vllm {version}"
+        named = f"{self.kind} {installed_version(self.kind) or '(not installed)'}"
+        return f"{named} chunk {self.setting}" if self.setting.isdecimal() else f"{named} {self.setting}".rstrip()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,8 +163,8 @@ class Setup:
 
 def peer_versions() -> dict[str, str | None]:
     """Versions of the peers' libraries; None: not installed."""
-    names = ("vllm", "transformers", "flashinfer-cubin", "nvidia-cudnn-cu13", "nvidia-cublas", "aiohttp", "uvloop")
-    return {name: installed_version(name) for name in names}
+    names = ("vllm", "sglang", "sglang-kernel", "transformers", "flashinfer-python", "flashinfer-cubin", "aiohttp")
+    return {name: installed_version(name) for name in (*names, "nvidia-cudnn-cu13", "nvidia-cublas", "uvloop")}
 
 
 def log(message: str) -> None:

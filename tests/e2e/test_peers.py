@@ -7,7 +7,7 @@ from unittest.mock import DEFAULT, AsyncMock
 import pytest
 from cli_runner import refused, write_trace
 from click.testing import CliRunner, Result
-from peers_fakes import CompletionsServer, completions_server, install_fake_vllm
+from peers_fakes import CompletionsServer, FakeSglang, completions_server, install_fake_sglang, install_fake_vllm
 
 from bench.peers import comparison
 from bench.peers.command import compare
@@ -50,15 +50,16 @@ def order_of_runs(result: Result) -> list[str]:
 
 
 def test_peers_cache_prefixes_where_prompts_share_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    engines = install_fake_vllm(monkeypatch)
+    engines, (others, _) = install_fake_vllm(monkeypatch), install_fake_sglang(monkeypatch)
     trace = tmp_path / "mooncake.jsonl"
     trace.write_text('{"timestamp": 0, "input_length": 600, "output_length": 2, "hash_ids": [3, 4]}\n' * 2)
     path = tmp_path / "peers.json"
-    result = run(f"{trace}@{EASY}", path, "--rates", "50", systems=("vllm", "own:mixed:16"))
+    result = run(f"{trace}@{EASY}", path, "--rates", "50", systems=("vllm", "sglang", "own:mixed:16"))
     assert result.exit_code == 0, result.stderr
     assert engines[0].args.enable_prefix_caching
+    assert not others[0].server_args.disable_radix_cache
     runs = [run for cell in Sweep.read(path).cells for run in cell.runs]
-    assert [run["shareable_prompt_tokens"] for run in runs] == [592, 592]
+    assert [run["shareable_prompt_tokens"] for run in runs] == [592] * 3
 
 
 def test_given_rates_with_all_systems_in_turn(
@@ -116,6 +117,48 @@ def test_given_rates_with_all_systems_in_turn(
     assert by_system["bullet_graph serial"]["system_counters"]["policy_seconds"].keys() == {"serial", "solo"}
     for label in labels:
         assert label in result.stdout
+
+
+def test_sglang_serves_the_same_requests(trace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engines, ended = install_fake_sglang(monkeypatch)
+    monkeypatch.setattr("bench.peers.systems.installed_version", lambda _: "0.5.17")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    path, log = tmp_path / "peers.json", tmp_path / "log"
+    options = ("--sglang-option", "cuda_graph_max_bs_decode=512", "--sglang-log", str(log), "--one-at-a-time")
+    systems = ("sglang", "sglang:512", "sglang:pdmux", "own:mixed:16")
+    result = run(f"{trace}@{EASY}", path, "--rates", "50,100", *options, systems=systems)
+    assert result.exit_code == 0, result.stderr
+    assert "hello" not in result.output
+    assert "hello" in log.read_text(encoding="utf-8")
+    # An engine for each setting, and of each only its own processes are ended.
+    assert [engine.server_args.chunked_prefill_size for engine in engines] == [8192, 512, -1]
+    assert [engine.server_args.enable_pdmux for engine in engines] == [None, None, True]
+    assert [call.args for call in ended.call_args_list] == [(4711,)] * 3
+    for engine in engines:
+        assert len(set(engine.rids)) == 2 + 2 * 5
+        args = engine.server_args
+        assert (args.max_running_requests, args.cuda_graph_max_bs_decode, args.load_format) == (8, 512, "dummy")
+        assert args.disable_radix_cache
+        assert (Path(args.model_path) / "config.json").is_file()
+        assert args.model_path not in path.read_text(encoding="utf-8"), "a kept result names no user"
+    cells = Sweep.read(path).cells
+    assert [cell.system for cell in cells][1:3] == ["sglang 0.5.17 chunk 512", "sglang 0.5.17 pdmux"]
+    # Every system had the same prompts; the request that SGLang gave up failed alone.
+    assert len({tuple(run["prompt_seed"] for run in cell.runs) for cell in cells}) == 1
+    for cell in cells[:3]:
+        assert [run["completed"] for run in cell.runs] == [4, 4]
+        assert cell.runs[0]["failures"] == {"SGLang ended the request: no room": 1}
+        settings = cell.runs[0]["system_settings"]
+        assert (settings["version"], settings["kv_cache_tokens"]) == ("0.5.17", 99)
+        assert settings["engine_args"]["incremental_streaming_output"] is True
+    assert cells[3].runs[0]["completed"] == 5
+
+
+def test_sglang_that_dies_ends_the_comparison(trace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install_fake_sglang(monkeypatch)
+    monkeypatch.setattr(FakeSglang, "deadly", True)
+    result = run(trace, tmp_path / "p.json", "--rates", "50", systems=("sglang",))
+    assert "SGLang's scheduler has died" in refused(result)
 
 
 def test_searches_side_by_side_go_on_after_an_interruption(
@@ -205,6 +248,7 @@ def test_a_server_that_refuses_all(
         ((), "has no targets to meet"),
         (("--rates", "20", "--max-model-len", "52"), "longest request has 53 tokens, more than"),
         (("--rates", "20", "--system", "vllm"), "vllm is not installed"),
+        (("--rates", "20", "--system", "sglang:512"), "sglang is not installed in this environment: pip install"),
     ],
 )
 def test_bad_options(trace: Path, tmp_path: Path, options: tuple[str, ...], message: str) -> None:
@@ -219,16 +263,20 @@ def test_errors_name_flags(trace: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("system", "options", "message"),
     [
-        (("--vllm-option", "no_such=1"), "this vLLM has no option no_such"),
-        (("--gpu-memory-utilization", "0.95"), "vLLM did not start: Free memory on device"),
-        (("--max-num-batched-tokens", "256"), "vllm:512 needs a larger engine"),
+        ("vllm:512", ("--vllm-option", "no_such=1"), "this vLLM has no option no_such"),
+        ("vllm:512", ("--gpu-memory-utilization", "0.95"), "vLLM did not start: Free memory on device"),
+        ("vllm:512", ("--max-num-batched-tokens", "256"), "vllm:512 needs a larger engine"),
+        ("sglang", ("--sglang-option", "no_such=1"), "this SGLang has no option no_such"),
+        ("sglang", ("--sglang-option", "no_such"), "--sglang-option 'no_such': write NAME=VALUE"),
+        ("sglang", ("--max-num-seqs", "9"), "SGLang did not start: Not enough memory"),
     ],
 )
-def test_settings_that_vllm_refuses(
-    trace: Path, tmp_path: Path, options: tuple[str, ...], message: str, monkeypatch: pytest.MonkeyPatch
+def test_settings_that_a_peer_refuses(
+    trace: Path, tmp_path: Path, system: str, options: tuple[str, ...], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     install_fake_vllm(monkeypatch)
-    result = run(trace, tmp_path / "p.json", "--rates", "50", *options, systems=("vllm:512",))
+    install_fake_sglang(monkeypatch)
+    result = run(trace, tmp_path / "p.json", "--rates", "50", *options, systems=(system,))
     assert (result.exit_code, message in " ".join(result.stderr.split())) == (2, True), result.stderr

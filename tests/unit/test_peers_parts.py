@@ -1,4 +1,4 @@
-"""Parts of a comparison: vLLM's model folder and budget, counting tokens, the host, rates, and its runs."""
+"""Parts of a comparison: model folder, vLLM's budget, SGLang's memory, counting tokens, the host, rates, its runs."""
 
 import asyncio
 import json
@@ -23,9 +23,10 @@ from bench.peers import comparison
 from bench.peers.budget import CONFIG_KEY, BudgetedSchedule, TokenBudget
 from bench.peers.comparison import Comparison, FixedRates
 from bench.peers.host import HostClock
+from bench.peers.model_folder import write_model_folder, write_weights
 from bench.peers.residents import group, require_memory
+from bench.peers.sglang_system import static_fraction
 from bench.peers.systems import Candidate
-from bench.peers.vllm_system import write_model_folder, write_weights
 from bullet_graph import ConfigError, Engine, RequestError, SamplingParams
 from bullet_graph.cli.bench.sweep_runner import Sweep, WorkloadSpec, make_cells
 from bullet_graph.engine.replay import Replay, TimedRequest
@@ -49,6 +50,9 @@ from bullet_graph.workloads import Workload, WorkloadRequest
         ("own:serial/arrival", "bullet_graph serial"),
         ("vllm", "vllm 9.9"),
         ("vllm:512", "vllm 9.9 chunk 512"),
+        ("sglang", "sglang 9.9"),
+        ("sglang:512", "sglang 9.9 chunk 512"),
+        ("sglang:pdmux", "sglang 9.9 pdmux"),
         ("openai:http://h:80/v1/", "http://h:80/v1"),
     ],
 )
@@ -57,7 +61,9 @@ def test_systems_by_name(text: str, label: str, monkeypatch: pytest.MonkeyPatch)
     assert Candidate.parse(text).label == label
 
 
-@pytest.mark.parametrize("text", ["own", "own:fast", "own:auto/shortest", "vllm:0", "openai:host", "sglang"])
+@pytest.mark.parametrize(
+    "text", ["own", "own:fast", "own:auto/shortest", "vllm:0", "vllm:pdmux", "sglang:-1", "openai:host", "trt"]
+)
 def test_other_names_are_refused(text: str) -> None:
     with pytest.raises(ConfigError, match=r"write own:POLICY|unknown policy 'fast'|write arrival or longest"):
         Candidate.parse(text)
@@ -68,6 +74,10 @@ def test_candidates_share_what_is_up() -> None:
     own, v512, serial, a, v, b = candidates = [Candidate.parse(text) for text in texts]
     assert group(candidates, one_at_a_time=False) == [candidates]
     assert group(candidates, one_at_a_time=True) == [[own, serial], [v512, v], [a], [b]]
+    # SGLang cannot change its chunks while it runs, but they are settings of one peer.
+    s512, mux = Candidate.parse("sglang:512"), Candidate.parse("sglang:pdmux")
+    assert group([s512, mux, s512], one_at_a_time=True) == [[s512, s512], [mux]]
+    assert s512.peer == mux.peer
 
 
 OWN, URL = Candidate("own", "auto"), Candidate("openai", url="http://a")
@@ -94,7 +104,17 @@ def test_memory_that_others_keep_is_an_error() -> None:
         require_memory(BOTH, 0.9, lambda: (100, 100))
 
 
-# ---- vLLM's model folder ----
+def test_sglang_gets_the_share_or_what_its_reserve_leaves() -> None:
+    # Alone, with a share that leaves less than SGLang would: what SGLang would take by itself.
+    assert static_fraction(0.9, 0.875, 80 << 30, 80 << 30) == 0.875
+    # Beside an engine that has 45 %: 45 % of the whole are 45/55 of what is free.
+    assert static_fraction(0.45, 0.93, 55, 100) == 0.818
+    assert static_fraction(0.3, 0.875, 80, 80) == 0.3
+    with pytest.raises(ValueError, match="reserves 20% of the GPU's memory, and only 15% are free"):
+        static_fraction(0.1, 0.8, 15, 100)
+
+
+# ---- the peers' model folder ----
 
 
 @pytest.mark.parametrize("name", PRESETS)
