@@ -205,9 +205,8 @@ def test_the_roofline_of_fp8() -> None:
     plain, fp8, both = (
         Roofline(H200, config) for config in (llama(), llama(fp8=Fp8Weights()), llama(fp8=Fp8Weights(), fp8_kv=True))
     )
-    # As measured: 1.85 to 1.93 times the rate of the products.
-    attention_ms = plain.prefill(1, 4096 * 2048.0).ms - plain.prefill(1, 1.0).ms
-    products = [model.prefill(4096, 4096 * 2048.0).ms - attention_ms - 0.32 for model in (plain, fp8)]
+    # As measured: 1.85 to 1.93 times the rate of the products, where there are many rows.
+    products = [model.prefill(1 << 16, 0).ms for model in (plain, fp8)]
     assert products[0] / products[1] == pytest.approx(1230 / 665, rel=0.01)
     assert 0.5 < fp8.decode(1, 1).ms / plain.decode(1, 1).ms < 0.62
     kv_ms = [model.decode(64, 64 * 8192).ms - model.decode(64, 64).ms for model in (fp8, both)]
