@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from filelock import FileLock
 from platformdirs import user_data_path
 
 from bullet_graph.config import EngineConfig
@@ -112,11 +113,19 @@ def measure_if_missing(
     command = [*_profile_command(config), "--time-budget-s", "0"]
     if config.policy.name != "split":
         command += ["--partition-backend", "none"]
-    # Modules are found where this process finds them; stdout is for results.
+    # Modules are found where this process finds them, and GPUs from this runtime's on.
     paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
-    process = [sys.executable, "-P", "-m", "bullet_graph", *command]
-    with clock.phase("profile"):
-        code = subprocess.run(process, stdout=2, env={**os.environ, "PYTHONPATH": paths}, check=False).returncode
+    first, last = runtime.device.index, runtime.device.index + config.tensor_parallel_size
+    gpus = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(last)))).split(",")[first:last]
+    env = {**os.environ, "PYTHONPATH": paths, "CUDA_VISIBLE_DEVICES": ",".join(gpus)}
+    file = user_table_file(table_key(runtime))
+    file.parent.mkdir(parents=True, exist_ok=True)
+    # Engines that start together measure once. stdout is for results.
+    with clock.phase("profile"), FileLock(f"{file}.lock"):
+        if file.is_file():
+            return
+        process = [sys.executable, "-P", "-m", "bullet_graph", *command]
+        code = subprocess.run(process, stdout=2, env=env, check=False).returncode
     if code != 0:
         raise PerfTableError(
             f"profile_if_missing: `bullet-graph {shlex.join(command)}` ended with {code}; what it said is above. "

@@ -1,6 +1,8 @@
 """A missing performance table is measured if the user asks for it: when, and with which command."""
 
 import subprocess
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -8,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from fakes.perf_tables import LLAMA_8B
+from filelock import FileLock
 
 from bullet_graph.config import EngineConfig
 from bullet_graph.errors import PerfTableError
@@ -27,17 +30,25 @@ RUNTIME: Any = SimpleNamespace(
 
 
 @pytest.fixture
-def ran(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[list[str]]:
+def gpus() -> list[str]:
+    """Those that each command saw."""
+    return []
+
+
+@pytest.fixture
+def ran(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, gpus: list[str]) -> list[list[str]]:
     """The commands that were run; the user has no tables."""
     commands: list[list[str]] = []
 
     def run(command: list[str], **options: Any) -> Any:
         assert options["stdout"] == 2
+        gpus.append(options["env"]["CUDA_VISIBLE_DEVICES"])
         commands.append(command[command.index("bullet_graph") + 1 :])
         return SimpleNamespace(returncode=0)
 
     monkeypatch.setattr(subprocess, "run", run)
     monkeypatch.setattr(performance, "user_data_path", lambda _: tmp_path)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     return commands
 
 
@@ -57,6 +68,29 @@ def test_the_command_measures_what_the_engine_will_run(ran: list[list[str]]) -> 
     brief = ["--expert-parallel", "--time-budget-s", "0", "--partition-backend", "none"]
     assert ran == [["profile", *options, *brief]]
     assert [phase.name for phase in clock.report().phases] == ["profile"]
+
+
+def test_it_runs_on_the_engine_s_gpus(ran: list[list[str]], gpus: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    second = SimpleNamespace(**{**vars(RUNTIME), "device": torch.device("cuda", 1)})
+    measure(config(tensor_parallel_size=2), second)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,GPU-5,6")
+    measure(config(tensor_parallel_size=2), second)
+    measure(config())
+    assert gpus == ["1,2", "GPU-5,6", "4"]
+    assert len(ran) == 3
+
+
+def test_an_engine_that_waited_for_another_finds_the_table(ran: list[list[str]]) -> None:
+    file = user_table_file(performance.table_key(RUNTIME))
+    file.parent.mkdir()
+    lock = FileLock(f"{file}.lock")
+    with ThreadPoolExecutor(1) as pool:
+        with lock:
+            started = pool.submit(measure, config())
+            time.sleep(0.2)
+            file.touch()
+        started.result()
+    assert ran == []
 
 
 def test_split_needs_partitions(ran: list[list[str]]) -> None:
