@@ -18,12 +18,12 @@ from rich.text import Text
 
 from bench.peers.comparison import Comparison, make_peer_cells, make_setup
 from bench.peers.residents import group, open_system, require_installed, require_memory
-from bench.peers.systems import Candidate, Kind, peer_versions
+from bench.peers.systems import OPTION_EXAMPLES, Candidate, Kind, peer_versions
 from bench.record import Refusal
 from bullet_graph.cli.bench.sweep import print_sweep
 from bullet_graph.cli.bench.sweep_runner import Sweep, WorkloadSpec
 from bullet_graph.cli.main import message_of
-from bullet_graph.cli.options import setting_options
+from bullet_graph.cli.options import Decorator, all_of, setting_options
 from bullet_graph.cli.replay_options import search_options, sweep_file_options
 from bullet_graph.cli.result_file import to_json
 from bullet_graph.cli.tables import figure, mean_of
@@ -37,6 +37,19 @@ _NO_SETTINGS = ("vllm_log", "sglang_log", "own_decisions", "one_at_a_time")
 """Options that no figure depends on, or that are listed apart."""
 
 _LEAST_WIDTH = 160
+
+
+def _options_of(peer: str, arguments: str) -> Decorator:
+    """Options for a peer's own arguments, and for a file of its messages."""
+    given = click.option(
+        f"--{peer.lower()}-option",
+        f"{peer.lower()}_options",
+        multiple=True,
+        metavar="NAME=VALUE",
+        help=f"An argument of {peer}'s {arguments}, the value as JSON or text.",
+    )
+    path = click.Path(path_type=Path, dir_okay=False)
+    return all_of([given, click.option(f"--{peer.lower()}-log", type=path, help=f"A file for {peer}'s messages.")])
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"], "show_default": True})
@@ -84,22 +97,8 @@ _LEAST_WIDTH = 160
     max_num_seqs=1024,
     gpu_memory_utilization=0.45,
 )
-@click.option(
-    "--vllm-option",
-    "vllm_options",
-    multiple=True,
-    metavar="NAME=VALUE",
-    help="An argument of vLLM's AsyncEngineArgs, the value as JSON or text.",
-)
-@click.option("--vllm-log", type=click.Path(path_type=Path, dir_okay=False), help="A file for vLLM's messages.")
-@click.option(
-    "--sglang-option",
-    "sglang_options",
-    multiple=True,
-    metavar="NAME=VALUE",
-    help="An argument of SGLang's ServerArgs, the value as JSON or text.",
-)
-@click.option("--sglang-log", type=click.Path(path_type=Path, dir_okay=False), help="A file for SGLang's messages.")
+@_options_of("vLLM", "AsyncEngineArgs")
+@_options_of("SGLang", "ServerArgs")
 @click.option(
     "--own-decisions",
     type=click.Path(path_type=Path, dir_okay=False),
@@ -150,16 +149,17 @@ def _compare(
 ) -> Sweep:
     cells = make_peer_cells([WorkloadSpec.parse(text) for text in workloads], candidates, options)
     setup = make_setup(cells, options)
-    peers: tuple[Kind, ...] = ("vllm", "sglang")
-    peer_options = {peer: dict(_parse_option(peer, text) for text in options[f"{peer}_options"]) for peer in peers}
+    peers = {peer: dict(_parse_option(peer, text) for text in options[f"{peer}_options"]) for peer in OPTION_EXAMPLES}
     vocab_size = resolve_model(options["model"]).config.vocab_size
     device = options["device"]
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     provenance = dataclasses.asdict(collect_provenance(device))
     provenance["versions"] |= peer_versions()
+    # Files from before SGLang lack its options, and are to go on.
+    left_out = _NO_SETTINGS if options["sglang_options"] else (*_NO_SETTINGS, "sglang_options")
     settings = {
-        **{name: value for name, value in options.items() if name not in _NO_SETTINGS},
+        **{name: value for name, value in options.items() if name not in left_out},
         **dataclasses.asdict(setup),
         "systems": [candidate.label for candidate in candidates],
         "workloads": list(workloads),
@@ -175,7 +175,7 @@ def _compare(
         setup,
         # One with a target for TPOT, if there is any: then mixed predicts its chunks.
         slo=next((cell.slo for cell in cells if cell.slo.tpot_ms is not None), cells[0].slo),
-        options=peer_options,
+        options=peers,
         logs={peer: options[f"{peer}_log"] for peer in peers},
         own_decisions=options["own_decisions"],
     )
@@ -252,7 +252,7 @@ def _parse_rates(text: str | None) -> tuple[float, ...] | None:
 def _parse_option(peer: Kind, text: str) -> tuple[str, Any]:
     name, equals, value = text.partition("=")
     if not (name and equals):
-        raise ConfigError(f"--{peer}-option {text!r}: write NAME=VALUE, such as max_cudagraph_capture_size=1024")
+        raise ConfigError(f"--{peer}-option {text!r}: write NAME=VALUE, such as {OPTION_EXAMPLES[peer]}")
     try:
         return name, json.loads(value)
     except ValueError:

@@ -26,7 +26,7 @@ from typing import Any
 
 from bench.peers.model_folder import prepare_model, remove_weights
 from bench.peers.peer_process import environment, output_to, plain, require_options, require_peer
-from bench.peers.systems import PD_MULTIPLEXING, Setup
+from bench.peers.systems import OPTION_EXAMPLES, PD_MULTIPLEXING, Setup
 from bullet_graph.engine.replay import TimedRequest
 from bullet_graph.errors import ConfigError, DeviceError, EngineDeadError, RequestError
 from bullet_graph.slo import Slo
@@ -80,7 +80,7 @@ class SglangSystem:
                 raise DeviceError(
                     f"sglang needs a library that is missing, or another version of it: {error}"
                 ) from error
-            require_options("SGLang", options or {}, server_args, "cuda_graph_max_bs_decode=1024")
+            require_options("SGLang", options or {}, server_args, OPTION_EXAMPLES["sglang"])
             try:
                 if memory is not None and "mem_fraction_static" not in arguments:
                     own = server_args(**arguments).mem_fraction_static

@@ -3,6 +3,7 @@
 import sys
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Literal, Protocol, cast, get_args
 
 from bullet_graph.config import DeviceName, DtypeName, KvCacheDtypeName, LoadFormat, Policy, PromptOrder
@@ -12,6 +13,10 @@ from bullet_graph.perf.provenance import installed_version
 from bullet_graph.slo import Slo
 
 Kind = Literal["own", "vllm", "sglang", "openai"]
+OPTION_EXAMPLES: Mapping[Kind, str] = MappingProxyType(
+    {"vllm": "max_cudagraph_capture_size=1024", "sglang": "cuda_graph_max_bs_decode=1024"}
+)
+"""The peers that take further arguments, with an example of each."""
 PD_MULTIPLEXING = "pdmux"
 """The setting of SGLang with prefill and decode on SM partitions side by side."""
 _FORMS = "own:POLICY, own:POLICY/ORDER, vllm, vllm:CHUNK, sglang, sglang:CHUNK, sglang:pdmux or openai:URL"

@@ -26,7 +26,7 @@ from typing import Any
 from bench.peers.budget import CONFIG_KEY, TokenBudget
 from bench.peers.model_folder import prepare_model, remove_weights
 from bench.peers.peer_process import environment, output_to, plain, require_options, require_peer
-from bench.peers.systems import Setup
+from bench.peers.systems import OPTION_EXAMPLES, Setup
 from bullet_graph.engine.replay import TimedRequest
 from bullet_graph.errors import ConfigError, EngineDeadError
 from bullet_graph.slo import Slo
@@ -69,7 +69,7 @@ class VllmSystem:
         with output_to(log):
             vllm = importlib.import_module("vllm")
             engine_args = importlib.import_module("vllm.engine.arg_utils").AsyncEngineArgs
-            require_options("vLLM", options or {}, engine_args, "max_cudagraph_capture_size=1024")
+            require_options("vLLM", options or {}, engine_args, OPTION_EXAMPLES["vllm"])
             try:
                 self._engine = importlib.import_module("vllm.v1.engine.async_llm").AsyncLLM.from_engine_args(
                     engine_args(**arguments)

@@ -175,6 +175,7 @@ def test_searches_side_by_side_go_on_after_an_interruption(
     first = run(f"{trace}@{EASY}", path, *options, systems=systems)
     assert "the device is gone" in refused(first).split("Error: ")[1]
     before = Sweep.read(path)
+    assert "sglang_options" not in before.settings  # else no file from before SGLang could go on
     cut = [cell.runs for cell in before.cells]
     assert list(map(len, cut)) == [2, 1]
     assert not before.finished
