@@ -69,13 +69,17 @@ H200 = GpuSpec(
     layer_overhead_ms=0.01,
     sharing_slowdown=1.27,
 )
-"""Fitted to sustained runs of Llama-3.1-8B at the 700 W cap (bench/results/h200/); host times: bench/LOG.md."""
+"""Fitted to Llama-3.1-8B at the 700 W cap: sustained runs (bench/results/h200/), and bandwidth to its table (capture/).
+Host times: bench/LOG.md."""
 
 
 def _by_data_sheet(
     name: str, num_sms: int, memory_gb: float, *, tflops: int, fp8_tflops: int | None, bandwidth_gb_s: int
 ) -> GpuSpec:
-    """A GPU that reaches the H200's shares of its data sheet's dense rates; without FP8's, those are of 16 bits."""
+    """An unmeasured GPU, which is taken to reach the same shares of its data sheet's dense rates as the H200.
+
+    Of its own, the H200's sheet says 989 and 1,979 TFLOPS and 4,800 GB/s. Without FP8, the rate is that of 16 bits.
+    """
     share = tflops / 989
     return replace(
         H200,

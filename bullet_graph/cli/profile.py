@@ -15,14 +15,13 @@ from bullet_graph.config import EngineConfig
 from bullet_graph.perf.accuracy import held_back_errors
 from bullet_graph.perf.profile_plan import from_points
 from bullet_graph.perf.table import format_name
-from bullet_graph.runtime.performance import table_key, table_model, user_table_file
+from bullet_graph.runtime.performance import PROFILED, table_key, table_model, user_table_file
 from bullet_graph.runtime.profile import prepare_profile, profile_model
 
 
 @click.command()
-@setting_options("model", "revision", "load_format", "dtype", "quantization", "kv_cache_dtype", "device")
-@setting_options("tensor_parallel_size", "expert_parallel", "max_num_seqs", max_num_seqs=512)
-@setting_options("max_num_batched_tokens", "partition_backend")
+@setting_options(*PROFILED, "device")
+@setting_options("max_num_seqs", "max_num_batched_tokens", "partition_backend", max_num_seqs=512)
 @decode_sms_option("Sizes of the decode lane.", "16,24,32,48,64,80,96, up to three quarters of the GPU")
 @click.option(
     "--time-budget-s",

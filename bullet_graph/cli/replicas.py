@@ -20,7 +20,7 @@ from bullet_graph.cli.engine_run import open_engine
 from bullet_graph.config import EngineConfig
 from bullet_graph.engine.async_engine import AsyncEngine
 from bullet_graph.errors import BulletGraphError, ConfigError
-from bullet_graph.runtime.ranks import start_process
+from bullet_graph.runtime.processes import start_process
 from bullet_graph.serve.access_log import log_requests
 from bullet_graph.serve.errors import ApiError
 from bullet_graph.serve.front import Front, Replica, front_app

@@ -256,7 +256,7 @@ def wave_efficiency(tokens: float, sms: int, shape: DecoderShape) -> float:
 class Roofline:
     """A performance model of bytes, operations and waves, in which no point is measured.
 
-    What overlaps in part counts as the root of the sum of squares: computing, reading weights, launching.
+    Computing, reading weights and launching overlap in part: their times add as squares.
     Implements :class:`~bullet_graph.perf.performance.PerformanceModel`. The decode lane has every multiple of 16 SMs
     that leaves 16 to prefill. ``dtype_bytes`` is the size of a weight and of a KV-cache element.
     """
@@ -325,7 +325,7 @@ class Roofline:
         return max(sizes, key=lambda tokens: (tokens / self.prefill(tokens, 0, sms).ms, tokens))
 
     def _computed_ms(self, tokens: float, sms: int) -> float:
-        """Products of prompt rows; in whole waves on a part of the GPU, for which no tiles are chosen by rows."""
+        """Products of prompt rows. Tiles are chosen by rows for the whole GPU; on a part of it, waves are whole."""
         ms = tokens * self._row_flops / self._flops_per_ms(sms)
         return ms if sms == self.num_sms else ms / wave_efficiency(tokens, sms, self._shape)
 

@@ -84,7 +84,7 @@ def build_executor(
         )
     with clock.phase("device"):
         check_device(config, runtime)
-        performance = find_performance(config, runtime, cached_table=cached_table(config, runtime))
+        performance = find_performance(config, runtime, cached_table=partial(cached_table, config, runtime))
         ledger = agree(plan_ledger(config, runtime, performance))
     on_ledger(ledger)
     build = _build_cpu if runtime.device.type == "cpu" else _build_cuda
@@ -100,9 +100,9 @@ def build_executor(
     return replace(built, compiles=compiles, cache_use=cache_use, self_check=None)
 
 
-def cached_table(config: EngineConfig, runtime: Runtime) -> Callable[[], PerfTable | None]:
-    """Looks for a performance table in the configured capture cache."""
-    return partial(capture_cache.cached_perf_table, capture_cache.configured_store(config), runtime)
+def cached_table(config: EngineConfig, runtime: Runtime) -> PerfTable | None:
+    """A performance table that fits, from the configured capture cache; None where there is none."""
+    return capture_cache.cached_perf_table(capture_cache.configured_store(config), runtime)
 
 
 def artifact_plan(config: EngineConfig, runtime: Runtime, performance: PerformanceModel | None) -> dict[str, Any]:

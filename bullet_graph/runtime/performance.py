@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from filelock import FileLock
 from platformdirs import user_data_path
 
-from bullet_graph.config import EngineConfig
+from bullet_graph.config import SETTINGS, EngineConfig
 from bullet_graph.errors import PerfTableError
 from bullet_graph.graphs.capture_plan import named_plan
 from bullet_graph.graphs.key import batch_size_buckets, bucket_for
@@ -31,6 +31,7 @@ from bullet_graph.perf.table import (
     shape_numbers,
     table_file_name,
 )
+from bullet_graph.runtime.processes import environment_of_child
 
 if TYPE_CHECKING:
     # It imports torch, and the simulator does without.
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
 
 ROOFLINE = "roofline"
 """The ``perf_table`` that selects an estimate by arithmetic instead of a measured table."""
-_PROFILED = (
+PROFILED = (
     "model",
     "revision",
     "load_format",
@@ -48,7 +49,7 @@ _PROFILED = (
     "tensor_parallel_size",
     "expert_parallel",
 )
-"""What decides which table fits."""
+"""Settings that decide which table fits."""
 
 
 def find_performance(
@@ -113,11 +114,10 @@ def measure_if_missing(
     command = [*_profile_command(config), "--time-budget-s", "0"]
     if config.policy.name != "split":
         command += ["--partition-backend", "none"]
-    # Modules are found where this process finds them, and GPUs from this runtime's on.
-    paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
+    # The child sees the GPUs from this runtime's on.
     first, last = runtime.device.index, runtime.device.index + config.tensor_parallel_size
     gpus = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(last)))).split(",")[first:last]
-    env = {**os.environ, "PYTHONPATH": paths, "CUDA_VISIBLE_DEVICES": ",".join(gpus)}
+    env = environment_of_child(CUDA_VISIBLE_DEVICES=",".join(gpus))
     file = user_table_file(table_key(runtime))
     file.parent.mkdir(parents=True, exist_ok=True)
     # Engines that start together measure once. stdout is for results.
@@ -135,12 +135,12 @@ def measure_if_missing(
 
 def _profile_command(config: EngineConfig) -> list[str]:
     """``profile`` and its options for a table that fits."""
-    values, defaults = ({name: getattr(each, name) for name in _PROFILED} for each in (config, EngineConfig(model="")))
-    given = [(name, value) for name, value in values.items() if value != defaults[name]]
-    return [
-        "profile",
-        *(f"--{name.replace('_', '-')}" + ("" if value is True else f"={value}") for name, value in given),
-    ]
+    words = ["profile"]
+    for name in PROFILED:
+        value = getattr(config, name)
+        if value != SETTINGS[name].default:
+            words.append(f"--{name.replace('_', '-')}" + ("" if value is True else f"={value}"))
+    return words
 
 
 def table_model(table: PerfTable, max_num_seqs: int, model: ModelConfig) -> PerformanceModel:

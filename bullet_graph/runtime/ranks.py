@@ -6,17 +6,15 @@ by themselves: only failures come back.
 """
 
 import mmap
-import os
 import pickle
 import subprocess
-import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from multiprocessing.connection import Connection, Pipe, wait
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -33,6 +31,7 @@ from bullet_graph.kernels.communicator import (
 )
 from bullet_graph.partition.masks import LANES, SmPartition
 from bullet_graph.runtime.executor import Executor
+from bullet_graph.runtime.processes import start_process
 from bullet_graph.runtime.step import Placement, Step, StepResult
 
 _T = TypeVar("_T")
@@ -73,28 +72,6 @@ def make_communicators(folder: Path, rank: int, num_ranks: int, device: torch.de
         group = GroupCommunicator(of_lane, rank, num_ranks, device)
         made[lane] = OrderedCommunicator(group, lane, marks) if device.type == "cpu" else group
     return made
-
-
-def start_process(module: str, *arguments: str, **environment: str) -> "tuple[Connection, subprocess.Popen[bytes]]":
-    """Run a module that serves one end of a pipe, whose file descriptor is its first argument; returns the other end.
-
-    It ends by itself when the other end closes.
-    """
-    ours, theirs = Pipe()
-    # Modules are found where this process finds them.
-    paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
-    try:
-        # A process group of its own: an interrupt of the keyboard is for this process alone.
-        process = subprocess.Popen(
-            [sys.executable, "-P", "-m", module, str(theirs.fileno()), *arguments],
-            stdin=subprocess.DEVNULL,
-            env={**os.environ, "PYTHONPATH": paths, **environment},
-            pass_fds=(theirs.fileno(),),
-            process_group=0,
-        )
-    finally:
-        theirs.close()
-    return ours, process
 
 
 class Ranks:

@@ -31,11 +31,10 @@ def build_on_ranks(
     Raises also what another rank raised, and RankError for one that ended. No process is left then.
     """
     num_ranks = config.tensor_parallel_size
-    first = of_rank(config, runtime, 0)
-    measure_if_missing(config, first, cached_table(config, first), clock)
-    if num_ranks == 1:
-        return build_executor(config, runtime, progress=progress, on_ledger=on_ledger, clock=clock)
     runtimes = [of_rank(config, runtime, rank) for rank in range(num_ranks)]
+    measure_if_missing(config, runtimes[0], partial(cached_table, config, runtimes[0]), clock)
+    if num_ranks == 1:
+        return build_executor(config, runtimes[0], progress=progress, on_ledger=on_ledger, clock=clock)
     if config.cpu_threads is not None:
         torch.set_num_threads(config.cpu_threads)
     ranks = Ranks(num_ranks)
