@@ -76,7 +76,7 @@ def goodput_rows(task: Task) -> Iterator[Row]:
             continue
         best = max(peers, key=lambda one: one.goodput.rate or 0.0)
         there, ceiling = best.goodput.rate, max(one.goodput.below or math.inf for one in peers)
-        ratio, shown = "–", "none served enough"
+        ratio, shown = f"> {here / ceiling:.2f}×", f"< {ceiling:.3g}/s"
         if there is not None:
             ratio = f"{here / there:.2f}×"
             shown = f"{there:.3g}/s"
@@ -272,10 +272,10 @@ Machine: {device}, driver {driver}, {versions}. Weights are random, in the model
 **How to read the ratios.** "Ratio" is this engine over the best peer setting: goodput should be high, times and energy
 low. The peer may take another setting for each row; this engine runs `auto`, and its best setting all at once. Goodput
 is the highest rate at which 90 % of the requests (`goodput_99`: 99 %) meet both targets. "Short": runs of 9 to
-20 s, too short for queues; they flatter rates. Two ratios mean that the peer's search
-ended early: its goodput lies below the rate at which it failed ("<"). "Limit" is the time of the same
-kernels alone, on the same card under its power cap, or of the bytes at a copy's rate. Cards of one name differ by
-some 4 %: only figures of one file, or of one card, compare.
+20 s, too short for queues; they flatter rates. "<" is the lowest rate at which the peer failed: where its search ended
+early, the ratio is a range, or a bound. "Limit" is the time of the same kernels alone, on the same card under its power
+cap, or of the bytes at a copy's rate. Cards of one name differ by some 4 %: only figures of one file, or of one card,
+compare.
 
 ## Headline figures
 
