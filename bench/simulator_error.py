@@ -1,6 +1,6 @@
 """``python -m bench.simulator_error``: simulates each sustained run that was measured, for a comparison of both.
 
-Model, workload, rate, targets and limits are those of the measured run.
+Model, workload, rate, targets, limits and KV cache are those of the measured run.
 """
 
 import json
@@ -15,18 +15,15 @@ import click
 
 from bench.evidence import CLAIMED, Run, Source, dicts, read_results
 from bench.record import Refusal, write_report
+from bullet_graph.config import KV_BLOCK_TOKENS
 from bullet_graph.errors import BulletGraphError, ConfigError
+from bullet_graph.models.presets import resolve_model
+from bullet_graph.models.quantization import in_formats
+from bullet_graph.perf.roofline import kv_cache_bytes_per_token
 from bullet_graph.perf.table import gpu_nickname
 
 FIGURES = ("slo_attainment", "median_ttft_ms", "p99_ttft_ms", "median_tpot_ms", "p99_itl_ms", "output_throughput")
-_LIMITS = (
-    "max_model_len",
-    "max_num_seqs",
-    "max_num_batched_tokens",
-    "gpu_memory_utilization",
-    "kv_cache_dtype",
-    "seed",
-)
+_LIMITS = ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "kv_cache_dtype", "seed")
 
 
 def measured_runs(source: Source) -> Iterator[tuple[dict[str, Any], Run]]:
@@ -40,6 +37,10 @@ def measured_runs(source: Source) -> Iterator[tuple[dict[str, Any], Run]]:
 def command_of(settings: dict[str, Any], cell: dict[str, Any], run: Run) -> list[str]:
     """Arguments of ``bullet-graph`` that simulate a run of a file with these settings."""
     limits = {name: settings[name] for name in _LIMITS if settings.get(name) is not None}
+    kv_cache_dtype = settings.get("kv_cache_dtype") or "auto"
+    model = in_formats(resolve_model(settings["model"]).config, quantization=None, kv_cache_dtype=kv_cache_dtype)
+    # Hits in the prefix cache depend on its size. One block is padding.
+    tokens = run["system_settings"]["kv_cache_tokens"] + KV_BLOCK_TOKENS
     options = {
         "gpu": gpu_nickname(settings["device_name"]),
         "model": settings["model"],
@@ -47,6 +48,7 @@ def command_of(settings: dict[str, Any], cell: dict[str, Any], run: Run) -> list
         "goodput": cell["slo"].replace("ms", ""),
         "first-rate": run["request_rate"],
         "max-runs": 1,
+        "kv-cache-bytes": tokens * kv_cache_bytes_per_token(model, dtype_bytes=2),
         **{name.replace("_", "-"): value for name, value in limits.items()},
     }
     return ["simulate", "--sweep", *(word for name, value in options.items() for word in (f"--{name}", str(value)))]

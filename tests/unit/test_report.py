@@ -131,7 +131,8 @@ def test_simulated_runs_stand_beside_the_measured(results: Path, tmp_path: Path)
 
 
 def test_a_measured_run_is_simulated_by_its_own_settings(tmp_path: Path) -> None:
-    own = cell("bullet_graph auto", run_at(1.5, 0.9, sustained=True), run_at(3.0, 0.9), slo="ttft:500ms tpot:50ms")
+    run = run_at(1.5, 0.9, sustained=True, system_settings={"kv_cache_tokens": 160_000})
+    own = cell("bullet_graph auto", run, run_at(3.0, 0.9), slo="ttft:500ms tpot:50ms")
     own["workload"] = "synthetic:conv"
     peer = cell(VLLM_512, run_at(1.5, 0.8, sustained=True))
     settings = {"device_name": "NVIDIA H200", "model": "llama-3.1-8b", "max_num_seqs": 7, "seed": 3, "dtype": "auto"}
@@ -140,11 +141,8 @@ def test_a_measured_run_is_simulated_by_its_own_settings(tmp_path: Path) -> None
     ((found, run),) = simulator_error.measured_runs(source)
     assert (found["system"], run["request_rate"]) == ("bullet_graph auto", 1.5)
     arguments = simulator_error.command_of(source.fields["settings"], found, run)
-    words = (
-        "--gpu h200 --model llama-3.1-8b --trace synthetic:conv --first-rate 1.5 --max-runs 1 --max-num-seqs 7 --seed 3"
-    )
-    assert set(words.split()) <= set(arguments)
-    assert "ttft:500 tpot:50" in arguments
+    words = f"h200 llama-3.1-8b synthetic:conv --first-rate 1.5 --max-num-seqs 7 --kv-cache-bytes {160_016 * 131_072}"
+    assert {*words.split(), "ttft:500 tpot:50"} <= set(arguments)
     figures = simulator_error.simulated([*arguments, "--smoke", "--num-prompts", "20"])
     assert (figures["request_rate"], figures["backend"]) == (1.5, "bullet-graph simulate")
     assert figures.keys() >= set(simulator_error.FIGURES)
