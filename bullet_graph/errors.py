@@ -47,7 +47,7 @@ class PerfTableError(BulletGraphError, ValueError):
 
 
 class PerfTableWarning(UserWarning):
-    """There is no performance table for a policy that predicts from one; the message says what happens instead."""
+    """A policy has no performance table to predict from, or one of other library versions; the message says which."""
 
 
 class CacheError(BulletGraphError, ValueError):

@@ -23,7 +23,7 @@ from bullet_graph.engine.trace import DecisionTrace, trace_header
 from bullet_graph.errors import ConfigError, PerfTableError
 from bullet_graph.graphs.capture_plan import CapturePlan, named_plan
 from bullet_graph.hardware import KNOWN_GPUS, GpuSpec, gpu_spec
-from bullet_graph.models.config import DTYPE_BYTES
+from bullet_graph.models.config import DTYPE_BYTES, GPU_HEAD_DIMS, with_padded_heads, without_wide_windows
 from bullet_graph.models.presets import resolve_model
 from bullet_graph.models.progress import progress_bar
 from bullet_graph.models.quantization import in_formats
@@ -33,7 +33,7 @@ from bullet_graph.perf.goodput_search import GoodputSearch, RateRun, goodput_fie
 from bullet_graph.perf.performance import PaddedModel, PerformanceModel
 from bullet_graph.perf.predict import TableModel
 from bullet_graph.perf.roofline import Roofline
-from bullet_graph.perf.table import format_name, gpu_nickname, load_table, shape_numbers
+from bullet_graph.perf.table import for_lengths, format_name, gpu_nickname, load_table, shape_numbers
 from bullet_graph.runtime.memory import GIB, DeviceMemory, plan_memory
 from bullet_graph.runtime.performance import table_model
 from bullet_graph.slo import NO_TARGETS
@@ -81,10 +81,11 @@ class Simulator:
         found = resolve_model(config.model, config.revision)
         folder = found.folder
         whole = in_formats(found.config, quantization=config.quantization, kv_cache_dtype=config.kv_cache_dtype)
+        limit = whole.max_position_embeddings
+        self.max_model_len = config.max_model_len or limit
+        whole = with_padded_heads(without_wide_windows(whole, self.max_model_len), GPU_HEAD_DIMS)
         self.model = shard(whole, config.tensor_parallel_size, 0, expert_parallel=config.expert_parallel)
         self.dtype = "bfloat16" if self.model.dtype == "float32" else self.model.dtype
-        limit = self.model.max_position_embeddings
-        self.max_model_len = config.max_model_len or limit
         if self.max_model_len > limit:
             raise ConfigError(
                 f"max_model_len={self.max_model_len} is more than the model's own limit of {limit} positions: lower it"
@@ -96,7 +97,8 @@ class Simulator:
             self.unpadded = Roofline(spec, self.model, dtype_bytes=DTYPE_BYTES[self.dtype])
             self.performance = self.unpadded
         else:
-            table = load_table(gpu, model=found.name, dtype=format_name(self.dtype, shape_numbers(self.model)))
+            format_of_table = format_name(self.dtype, shape_numbers(self.model))
+            table = for_lengths(load_table(gpu, model=found.name, dtype=format_of_table), self.max_model_len)
             if table.key.dtype != self.dtype:
                 raise PerfTableError(
                     f"the table {gpu} was measured in {table.key.dtype}, but {config.model} runs in {self.dtype}: "
@@ -279,8 +281,8 @@ def simulate(
         raise ConfigError("--sweep looks for the rate that meets the targets: give some, as --goodput ttft:500 tpot:15")
     if sweep and not (arrivals.request_rate == math.inf and arrivals.max_concurrency is None):
         raise ConfigError("--sweep chooses the rates itself: leave out --request-rate and --max-concurrency")
-    if plot is not None and not sweep:
-        raise ConfigError("--plot draws figures over the rate: add --sweep")
+    if not sweep and (plot is not None or smoke or search != GoodputSearch()):
+        raise ConfigError("--plot, --smoke and the options of a search are for several rates: add --sweep")
     if trace_decisions is not None and (sweep or len(policies) > 1):
         raise ConfigError("--trace-decisions writes one run: give one --policy, and no --sweep")
     check_plot_file(plot, overwrite=output.overwrite)

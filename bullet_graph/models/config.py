@@ -25,6 +25,9 @@ _MAX_VOCAB, _MAX_LAYERS, _MAX_HEADS, _MAX_HEAD_DIM, MAX_WIDTH = 2**24, 2**10, 2*
 _MAX_EXPERTS = 2**10
 """Several times the largest published models': above, a file is broken or made to exhaust this machine."""
 
+GPU_HEAD_DIMS = (64, 128, 256)
+"""Head sizes that FlashInfer's fa2 and fa3 kernels are written for; smaller heads are padded with zeros."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig(DecoderShape):
@@ -127,6 +130,12 @@ def with_padded_heads(config: ModelConfig, head_dims: tuple[int, ...]) -> ModelC
     )
 
 
+def without_wide_windows(config: ModelConfig, max_model_len: int) -> ModelConfig:
+    """The same model without the windows that hold every sequence: the kernels without are faster."""
+    windows = tuple(None if window is None or window >= max_model_len else window for window in config.windows)
+    return replace(config, layer_windows=windows if any(windows) else ())
+
+
 def read_dense_config(
     config: JsonObject,
     *,
@@ -165,7 +174,7 @@ def read_dense_config(
         head_dim=head_dim,
         layer_windows=() if slides is None else _layer_windows(config, num_layers, slides),
         fp8=None if has_experts else read_quantization(config, num_layers, modules),
-        max_position_embeddings=config.read("max_position_embeddings", int),
+        max_position_embeddings=max(config.read("max_position_embeddings", int), rope.extended_positions),
         rms_norm_eps=config.read("rms_norm_eps", float),
         rope=rope,
         rotary_dim=None if rotary_dim == head_dim else rotary_dim,

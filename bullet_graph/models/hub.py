@@ -13,10 +13,11 @@ _SMALL_FILES = (
     "tokenizer_config.json",
     "special_tokens_map.json",
     "chat_template.jinja",
+    "additional_chat_templates/tool_use.jinja",
 )
 _WEIGHTS = ("*.safetensors", "model.safetensors.index.json")
-_NOT_NEEDED = ["*/*", "consolidated*"]
-"""Subfolders, and Mistral's second copy of the weights."""
+_NOT_NEEDED = ["*/*.safetensors", "consolidated*"]
+"""Weights in subfolders, and Mistral's second copy of the weights."""
 
 _REPO_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+", re.ASCII)
 _REASON_CHARS = 160

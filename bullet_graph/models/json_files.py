@@ -23,7 +23,7 @@ _SHORT.maxstring = _SHORT.maxother = 100
 
 T = TypeVar("T", bool, int, float, dict[str, Any])
 
-_MAX_INT = 2**31 - 1
+MAX_INT = 2**31 - 1
 
 _REQUIRED: Mapping[type, str] = {
     bool: "true or false",
@@ -54,11 +54,11 @@ class JsonObject:
         ``at_most`` bounds an int; None: by what 32 bits hold.
         """
         value = default if self.get(key) is None else self.get(key)
-        if kind is float and type(value) is int and abs(value) <= _MAX_INT:
+        if kind is float and type(value) is int and abs(value) <= MAX_INT:
             value = float(value)
         if type(value) is not kind or (kind in (int, float) and not 0 < value < math.inf):
             self.fail(key, _REQUIRED[kind])
-        limit = _MAX_INT if at_most is None else at_most
+        limit = MAX_INT if at_most is None else at_most
         if kind is int and value > limit:
             self.fail(key, f"at most {limit}")
         return value

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 
 from bullet_graph.errors import UnsupportedModelError
-from bullet_graph.models.json_files import JsonObject
+from bullet_graph.models.json_files import MAX_INT, JsonObject
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,10 +38,14 @@ class RopeDivisors:
 
 @dataclass(frozen=True, slots=True)
 class Rope:
-    """The base of the frequencies, and how they are slowed for contexts longer than those of the training."""
+    """The base of the frequencies, and how they are slowed for contexts longer than those of the training.
+
+    YaRN's ``extended_positions`` may exceed the config's ``max_position_embeddings``.
+    """
 
     theta: float
     scaling: Llama3RopeScaling | RopeDivisors | None = None
+    extended_positions: int = 0
 
 
 def read_rope(config: JsonObject, head_dim: int, *, can_be_partial: bool = False) -> tuple[Rope, int]:
@@ -87,7 +91,9 @@ def read_rope_entry(config: JsonObject, rope: JsonObject, rotary_dim: int) -> Ro
             # It changes sequences beyond max_position_embeddings alone, which no engine takes.
             rope.read("factor", float)
         case "yarn":
-            scaling = _yarn(rope, theta, original, rotary_dim)
+            # Qwen's cards add YaRN and leave max_position_embeddings as it was.
+            extended = int(min(original * rope.read("factor", float), MAX_INT))
+            return Rope(theta, _yarn(rope, theta, original, rotary_dim), extended)
         case "longrope":
             scaling = _longrope(rope, max_length, original, rotary_dim)
         case "llama3":

@@ -33,6 +33,7 @@ MAX_RENDERED_CHARS = 64 * 1024**2
 _DEADLINE = "_deadline"
 """A variable that templates cannot change: only the outermost scope counts."""
 
+_TEMPLATE_FILES = {"default": "chat_template.jinja", "tool_use": "additional_chat_templates/tool_use.jinja"}
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 _TURN_BEGINS, _TURN_ENDS = "<|im_start|>", "<|im_end|>"
@@ -95,7 +96,8 @@ class DetokenizeStream:
 class Tokenizer:
     """A model's tokenizer and ``chat_template``, which is Jinja source or None.
 
-    The template may refer to ``special_tokens``, such as ``{"bos_token": "<s>"}``.
+    ``tool_template`` takes its place where the model is offered tools; None: there is no other. Both may refer to
+    ``special_tokens``, such as ``{"bos_token": "<s>"}``.
     """
 
     def __init__(
@@ -103,10 +105,12 @@ class Tokenizer:
         tokenizer: tokenizers.Tokenizer,
         *,
         chat_template: str | None = None,
+        tool_template: str | None = None,
         special_tokens: Mapping[str, str] | None = None,
     ) -> None:
         self._tokenizer = tokenizer
         self.chat_template = chat_template
+        self.tool_template = tool_template or chat_template
         self._special_tokens = dict(special_tokens or {})
         self._special_ids = frozenset(
             token_id for token_id, token in tokenizer.get_added_tokens_decoder().items() if token.special
@@ -138,9 +142,8 @@ class Tokenizer:
         tokenizer.no_padding()
         config_path = folder / "tokenizer_config.json"
         config = read_json_object(config_path) if config_path.exists() else JsonObject(config_path, {})
-        return cls(
-            tokenizer, chat_template=_read_chat_template(folder, config), special_tokens=_special_tokens(folder, config)
-        )
+        templates, special_tokens = _read_chat_templates(folder, config), _special_tokens(folder, config)
+        return cls(tokenizer, **templates, special_tokens=special_tokens)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text, with what the tokenizer puts around it, often a begin-of-text token.
@@ -187,9 +190,10 @@ class Tokenizer:
         return max(map(len, self._tokenizer.get_vocab(with_added_tokens=True)))
 
     @functools.cached_property
-    def _template(self) -> jinja2.Template:
-        assert self.chat_template is not None
-        return _TemplateEnvironment().from_string(self.chat_template)
+    def _templates(self) -> tuple[jinja2.Template, jinja2.Template]:
+        """Without tools, and with."""
+        environment = _TemplateEnvironment()
+        return environment.from_string(self.chat_template or ""), environment.from_string(self.tool_template or "")
 
     def apply_chat_template(
         self,
@@ -228,7 +232,7 @@ class Tokenizer:
         variables = self._special_tokens | dict(given) | own
         pieces, num_chars = [], 0
         try:
-            for piece in self._template.generate(variables):
+            for piece in self._templates[bool(tools)].generate(variables):
                 pieces.append(piece)
                 num_chars += len(piece)
                 _check_size(num_chars)
@@ -316,22 +320,22 @@ def _raise_exception(message: str) -> NoReturn:
     raise jinja2.TemplateError(message)
 
 
-def _read_chat_template(folder: Path, config: JsonObject) -> str | None:
-    path = folder / "chat_template.jinja"
-    if path.exists():
-        try:
-            return read_model_file(path).decode("utf-8")
-        except UnicodeDecodeError as error:
-            raise ModelError(f"{path} cannot be read as UTF-8 text: {error}") from error
+def _read_chat_templates(folder: Path, config: JsonObject) -> dict[str, str | None]:
     template = config.get("chat_template")
+    named: dict[Any, Any] = {"default": template}
     if isinstance(template, list):
         named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
-        template = named.get("default")
-    elif template is None:
-        return None
-    if not isinstance(template, str):
+    for name, file in _TEMPLATE_FILES.items():
+        if (folder / file).exists():
+            try:
+                named[name] = read_model_file(folder / file).decode("utf-8")
+            except UnicodeDecodeError as error:
+                raise ModelError(f"{folder / file} cannot be read as UTF-8 text: {error}") from error
+    default, tool_use = named.get("default"), named.get("tool_use")
+    required = str if template is not None else str | None
+    if not isinstance(default, required) or not isinstance(tool_use, str | None):
         config.fail("chat_template", "a string, or a list with a template named default")
-    return template
+    return {"chat_template": default, "tool_template": tool_use}
 
 
 def _special_tokens(folder: Path, config: JsonObject) -> dict[str, str]:

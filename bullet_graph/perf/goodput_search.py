@@ -107,7 +107,7 @@ class GoodputSearch:
     Rates are in requests per second, and at most ``fastest``. Raises ConfigError for a number out of range.
     """
 
-    first_rate: float
+    first_rate: float = 8.0
     tolerance: float = 0.05
     max_runs: int = 12
     step: float = 1.25

@@ -4,9 +4,10 @@ import hashlib
 import json
 import os
 import re
+import warnings
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict, field, fields
+from dataclasses import asdict, field, fields, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any, NoReturn
@@ -14,7 +15,7 @@ from typing import Annotated, Any, NoReturn
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
-from bullet_graph.errors import PerfTableError, first_problem
+from bullet_graph.errors import PerfTableError, PerfTableWarning, first_problem
 from bullet_graph.perf.roofline import DecoderShape
 
 PROFILE_AGAIN = "measure it again with `bullet-graph profile`"
@@ -134,6 +135,7 @@ class PerfTable:
 
 
 _NAMES = tuple(each.name for each in fields(DecoderShape))
+_WINDOW = "layers_of_window_"
 
 
 def shape_numbers(shape: DecoderShape) -> dict[str, int]:
@@ -143,7 +145,7 @@ def shape_numbers(shape: DecoderShape) -> dict[str, int]:
     left_out |= {name for name in _NAMES if "expert" in name} if not shape.num_experts else set()
     numbers = {name: int(getattr(shape, name)) for name in _NAMES if name not in left_out}
     windows = Counter(window for window in shape.layer_windows if window is not None)
-    numbers |= {f"layers_of_window_{window}": count for window, count in sorted(windows.items())}
+    numbers |= {f"{_WINDOW}{window}": count for window, count in sorted(windows.items())}
     if shape.fp8 is not None:
         numbers["fp8_blocks" if shape.fp8.blocks else "fp8_channels"] = 1
         numbers |= {f"fp8_without_{name}": 1 for name in shape.fp8.plain}
@@ -170,8 +172,19 @@ def rank_differences(required: Mapping[str, int], found: Mapping[str, int]) -> l
     return _differences(*of_ranks)
 
 
-def require_match(table: PerfTable, key: TableKey) -> None:
-    """Check that a table is valid for this key; the PerfTableError names every component that differs."""
+def for_lengths(table: PerfTable, max_model_len: int) -> PerfTable:
+    """The same table without the windows that hold every sequence, as ``models.config.without_wide_windows`` has it."""
+    shape = table.key.shape
+    wide = {name for name in shape if name.startswith(_WINDOW) and int(name[len(_WINDOW) :]) >= max_model_len}
+    left = {name: number for name, number in shape.items() if name not in wide}
+    return replace(table, key=replace(table.key, shape=left))
+
+
+def require_match(table: PerfTable, key: TableKey, *, any_versions: bool = False) -> None:
+    """Check that a table is valid for this key; the PerfTableError names every component that differs.
+
+    With ``any_versions``, a PerfTableWarning names the libraries of other versions.
+    """
     found = table.key
     plain = ("gpu", "num_sms", "dtype")
     differences = _differences(
@@ -182,7 +195,16 @@ def require_match(table: PerfTable, key: TableKey) -> None:
         differences += ranks
     elif numbers := _differences(key.shape, found.shape):
         differences.append(f"model {key.model!r} required, {found.model!r} found ({'; '.join(numbers)})")
-    differences += [f"kernels: {text}" for text in _differences(key.kernels, found.kernels)]
+    versions = [f"kernels: {text}" for text in _differences(key.kernels, found.kernels)]
+    if versions and any_versions:
+        warnings.warn(
+            f"the performance table of {found.model} on {found.gpu} was measured with other versions, so its times may "
+            f"be off: {'; '.join(versions)}. Run `bullet-graph profile` here to measure one that fits",
+            PerfTableWarning,
+            stacklevel=2,
+        )
+    elif versions:
+        differences += versions
     if differences:
         raise PerfTableError(
             f"the performance table was measured under other conditions: {'; '.join(differences)}. "
@@ -285,6 +307,16 @@ def table_file_name(gpu: str, model: str, dtype: str) -> str:
     ``model`` is a preset or a model folder, ``dtype`` that of :func:`format_name`.
     """
     return f"{gpu_nickname(gpu)}_{Path(model).name}_{dtype}.json"
+
+
+def own_table_file_name(key: TableKey) -> str:
+    """Name of the file of a user's own table: as shipped ones, with a digest of the shape, as names of folders recur.
+
+    Windows do not count: one table serves for all lengths, see :func:`for_lengths`.
+    """
+    shape = sorted((name, number) for name, number in key.shape.items() if not name.startswith(_WINDOW))
+    digest = hashlib.sha256(json.dumps(shape).encode()).hexdigest()[:8]
+    return table_file_name(key.gpu, f"{Path(key.model).name}-{digest}", format_name(key.dtype, key.shape))
 
 
 def list_tables() -> tuple[Path, ...]:

@@ -24,12 +24,13 @@ from bullet_graph.perf.start_report import StartClock
 from bullet_graph.perf.table import (
     PerfTable,
     TableKey,
+    for_lengths,
     format_name,
     list_tables,
+    own_table_file_name,
     read_table,
     require_match,
     shape_numbers,
-    table_file_name,
 )
 from bullet_graph.runtime.processes import environment_of_child
 
@@ -92,7 +93,8 @@ def find_performance(
             f"{shlex.join(_profile_command(config))}` once, let profile_if_missing do it, or pass "
             "perf_table='roofline' for an estimate"
         )
-    require_match(table, table_key(runtime))
+    table = for_lengths(table, runtime.max_model_len)
+    require_match(table, table_key(runtime), any_versions=True)
     plan = named_plan(config, dtype=runtime.dtype_name, num_sms=runtime.gpu.num_sms)
     if plan is not None:
         return PaddedModel(TableModel(table, runtime.model), plan.padded)
@@ -158,7 +160,7 @@ def table_file(config: EngineConfig, runtime: "Runtime") -> Path | None:
     if own.is_file():
         return own
     for path in list_tables():
-        table = read_table(path)
+        table = for_lengths(read_table(path), runtime.max_model_len)
         if (table.key.gpu, table.key.shape, table.key.dtype) == (key.gpu, key.shape, key.dtype):
             return path
     return None
@@ -172,11 +174,10 @@ def table_key(runtime: "Runtime") -> TableKey:
         model=runtime.name,
         shape=shape_numbers(runtime.model),
         dtype=runtime.dtype_name,
-        kernels={name: version for name, version in library_versions().items() if version is not None},
+        kernels={name: found.partition("+")[0] for name, found in library_versions().items() if found is not None},
     )
 
 
 def user_table_file(key: TableKey) -> Path:
-    """File of this user's table for ``key``, named as the shipped tables are."""
-    folder = user_data_path("bullet_graph") / "perf_tables"
-    return folder / table_file_name(key.gpu, key.model, format_name(key.dtype, key.shape))
+    """File of this user's table for ``key``."""
+    return user_data_path("bullet_graph") / "perf_tables" / own_table_file_name(key)

@@ -12,7 +12,7 @@ import torch
 from bullet_graph.config import DeviceName, EngineConfig
 from bullet_graph.errors import ConfigError, DeviceError, ModelError, SamplingParamsError, UnsupportedModelError
 from bullet_graph.hardware import GENERIC, GpuSpec, gpu_spec
-from bullet_graph.models.config import ModelConfig, with_padded_heads
+from bullet_graph.models.config import GPU_HEAD_DIMS, ModelConfig, with_padded_heads, without_wide_windows
 from bullet_graph.models.json_files import read_json_object
 from bullet_graph.models.presets import PRESETS_OF_BYTES, resolve_model
 from bullet_graph.models.quantization import in_formats
@@ -26,10 +26,6 @@ FLASHINFER_RELEASE = "0.6.12"
 
 _GENERATION_CONFIG = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_new_tokens")
 """Keys of generation_config.json that are read, as vLLM reads them; the last is ``max_tokens`` here."""
-
-GPU_HEAD_DIMS = (64, 128, 256)
-"""Head sizes that FlashInfer's fa2 and fa3 kernels are written for; smaller heads are padded with zeros."""
-
 
 _LEAST_FP8_CAPABILITY = (8, 9)
 _FP8_ALIGNMENT = 16
@@ -99,9 +95,7 @@ def resolve(config: EngineConfig) -> Runtime:
             f"max_model_len={config.max_model_len} is more than the model's own limit of {limit} positions"
         )
     length = config.max_model_len or limit
-    # A window that holds every sequence is none: the kernels without are faster.
-    windows = tuple(None if window is None or window >= length else window for window in model.windows)
-    model = replace(model, layer_windows=windows if any(windows) else ())
+    model = without_wide_windows(model, length)
     if device.type == "cuda":
         model = with_padded_heads(model, GPU_HEAD_DIMS)
     return Runtime(model, found.name, found.folder, device, dtype, length, found.hub_id)

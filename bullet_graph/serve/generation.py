@@ -49,7 +49,7 @@ class Generation:
         self._tokenizer = engine.engine.tokenizer
         self._defaults = engine.engine.default_sampling_params
         self._texts = token_texts(self._tokenizer)
-        template = None if self._tokenizer is None else self._tokenizer.chat_template
+        template = None if self._tokenizer is None else self._tokenizer.tool_template
         self._tool_format = FORMATS.get(settings.tool_call_parser) or format_of(template or "")
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="bullet-graph-tokenizer")
 

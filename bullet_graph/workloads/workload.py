@@ -123,10 +123,14 @@ class Arrivals:
         """Arrival times: float64 [number of requests], seconds after the start, not decreasing.
 
         Raises:
-            ConfigError: a number is out of range, or the burstiness is so small that every gap vanishes.
+            ConfigError: a number is out of range or has no effect, or the burstiness is so small that all gaps vanish.
             WorkloadError: recorded times are asked for, but the workload (synthetic, ShareGPT) has none.
         """
         rate = self.request_rate
+        if rate is not None and self.time_scale != 1:
+            raise ConfigError("time_scale changes recorded times: give request_rate=trace, or leave it out")
+        if (rate is None or math.isinf(rate)) and self.burstiness != 1:
+            raise ConfigError("burstiness is of random gaps: give a finite request_rate, or leave it out")
         return self._recorded(workload) if rate is None else self._drawn(workload, rate)
 
     def _recorded(self, workload: Workload) -> Times:

@@ -3,15 +3,18 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from cli_runner import parsed, refused, run
 from click.testing import Result
-from fakes.perf_tables import h200_table, interrupted_table
+from fakes.perf_tables import H200_KEY, h200_table, interrupted_table
 
 from bullet_graph.cli.replay_options import spread_targets
-from bullet_graph.perf.table import write_table
+from bullet_graph.models.config import GPU_HEAD_DIMS, with_padded_heads
+from bullet_graph.models.presets import load_model_config
+from bullet_graph.perf.table import shape_numbers, write_table
 from bullet_graph.perf.trace import read_trace
 
 TARGETS = ("--goodput", "ttft:500", "tpot:15")
@@ -177,6 +180,20 @@ def test_a_table_that_does_not_fit_is_refused(table: Path, tmp_path: Path) -> No
     edited = tmp_path / "edited.json"
     edited.write_text(table.read_text().replace('"ms": ', '"ms": 1', 1))
     assert "edited" in refused(simulate(gpu=edited))
+
+
+@pytest.mark.parametrize("lengths", [(), ("--max-model-len", "4096")], ids=["windows", "without windows"])
+def test_the_table_of_a_model_with_padded_heads_and_windows(lengths: tuple[str, ...], tmp_path: Path) -> None:
+    published = {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "max_position_embeddings": 32768}
+    shape = {"hidden_size": 960, "num_attention_heads": 12, "num_hidden_layers": 4, "sliding_window": 4096}
+    more = {"vocab_size": 1000, "intermediate_size": 2048, "rms_norm_eps": 1e-5, "dtype": "bfloat16"}
+    (tmp_path / "config.json").write_text(json.dumps(published | shape | more), encoding="utf-8")
+    model = with_padded_heads(load_model_config(tmp_path), GPU_HEAD_DIMS)
+    assert (model.head_dim, model.windows) == (128, (4096,) * 4)
+    measured = h200_table(key=replace(H200_KEY, shape=shape_numbers(model)))
+    write_table(measured, tmp_path / "table.json")
+    arguments = ("--model", str(tmp_path), "--policy", "auto", "--json", *lengths)
+    assert parsed(simulate(*arguments, gpu=tmp_path / "table.json"))["performance"] == "measured table"
 
 
 def test_several_ranks(table: Path) -> None:

@@ -153,6 +153,12 @@ def test_as_transformers_reads_it(name: str, tmp_path: Path) -> None:
     assert load_model_config(tmp_path / "written") == published
 
 
+def test_yarn_extends_what_its_config_leaves_as_it_was(tmp_path: Path) -> None:
+    short = PUBLISHED["qwen with yarn"] | {"max_position_embeddings": 10000}
+    assert load(tmp_path, short).max_position_embeddings == 4 * 8192
+    assert load(tmp_path, short | {"max_position_embeddings": 40960}).max_position_embeddings == 40960
+
+
 def test_what_gemma_s_keys_mean(tmp_path: Path) -> None:
     model = load(tmp_path, PUBLISHED["gemma, scaled"])
     local, whole = Rope(1e4), Rope(1e6, RopeDivisors((8.0,) * 128))

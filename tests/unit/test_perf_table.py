@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -10,16 +11,19 @@ from typing import Any
 import pytest
 from fakes.perf_tables import H200_KEY, LLAMA_8B, h200_table, interrupted_table
 
-from bullet_graph.errors import PerfTableError
+from bullet_graph.errors import PerfTableError, PerfTableWarning
+from bullet_graph.models.config import without_wide_windows
 from bullet_graph.models.presets import PRESETS
 from bullet_graph.models.sharding import shard
 from bullet_graph.perf import table as tables
 from bullet_graph.perf.table import (
     DecodePoint,
     _checksum,
+    for_lengths,
     format_name,
     list_tables,
     load_table,
+    own_table_file_name,
     read_table,
     require_match,
     shape_numbers,
@@ -166,6 +170,29 @@ def test_every_difference_is_named() -> None:
     ):
         assert text in str(error.value)
     assert "triton" not in str(error.value)
+
+
+def test_other_versions_are_told_and_other_gpus_refused() -> None:
+    newer = replace(H200_KEY, kernels={**H200_KEY.kernels, "torch": "2.13.0"})
+    with pytest.warns(PerfTableWarning, match=r"on NVIDIA H200 .* torch '2.13.0' required, '2.11.0' found"):
+        require_match(h200_table(), newer, any_versions=True)
+    with pytest.warns(PerfTableWarning), pytest.raises(PerfTableError, match=r"conditions: num_sms 78 required, 132"):
+        require_match(h200_table(), replace(newer, num_sms=78), any_versions=True)
+
+
+def test_one_table_serves_all_lengths_of_a_model_with_windows() -> None:
+    windowed = replace(LLAMA_8B, layer_windows=(512, 4096) * 16)
+    key = replace(H200_KEY, shape=shape_numbers(windowed))
+    for length in (4097, 4096, 513, 512):
+        expected = replace(key, shape=shape_numbers(without_wide_windows(windowed, length)))
+        assert for_lengths(h200_table(key=key), length).key == expected
+        assert own_table_file_name(expected) == own_table_file_name(key)
+
+
+def test_tables_of_folders_with_one_name_have_files_of_their_own() -> None:
+    keys = [replace(H200_KEY, model=f"/{name}/checkpoint", shape=shape_numbers(PRESETS[name])) for name in PRESETS]
+    assert len({own_table_file_name(key) for key in keys}) == len({str(key.shape) for key in keys})
+    assert re.fullmatch(r"h200_checkpoint-[0-9a-f]{8}_bfloat16\.json", own_table_file_name(keys[0]))
 
 
 def test_shape_numbers_and_file_names() -> None:

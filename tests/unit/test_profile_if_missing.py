@@ -26,6 +26,7 @@ RUNTIME: Any = SimpleNamespace(
     model=LLAMA_8B,
     dtype=torch.bfloat16,
     dtype_name="bfloat16",
+    max_model_len=8192,
 )
 
 

@@ -256,7 +256,11 @@ def test_template_file_comes_before_tokenizer_config(tmp_path: Path, folder: Pat
 def test_named_templates(tmp_path: Path) -> None:
     named = [{"name": "tool_use", "template": "tool"}, {"name": "default", "template": "{{ bos_token }}plain"}]
     write_config(tmp_path, chat_template=named, bos_token={"content": "<s>", "special": True})
-    assert read(tmp_path).apply_chat_template(MESSAGES) == "<s>plain"
+    for tools, text in ((None, "<s>plain"), ([], "<s>plain"), ([{"type": "function"}], "tool")):
+        assert read(tmp_path).apply_chat_template(MESSAGES, tools=tools) == text
+    (tmp_path / "additional_chat_templates").mkdir()
+    (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text("file")
+    assert read(tmp_path).apply_chat_template(MESSAGES, tools=[{}]) == "file"
 
 
 def test_special_tokens_of_older_folders(tmp_path: Path) -> None:
