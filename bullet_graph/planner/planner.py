@@ -184,9 +184,11 @@ class Planner:
         if unlimited:
             first = options.prefill_only()
             weighed.append(first)
-            if first.holds_ttft and not any(option.holds_ttft for option in beside):
+            others_hold = any(option.holds_ttft for option in beside)
+            if first.holds_ttft and not others_hold:
                 return self._follow(first, options, load, "ttft", weighed)
-            if max(map(self._throughput, beside)) < TUNING.beside_gain * first.throughput:
+            is_faster = max(map(self._throughput, beside)) < TUNING.beside_gain * first.throughput
+            if is_faster and first.holds_ttft == others_hold:
                 return self._follow(first, options, load, "throughput", weighed)
         holding = [option for option in beside if option.holds_tpot or options.infeasible]
         on_time = [option for option in holding if option.holds_ttft]

@@ -362,6 +362,9 @@ def test_tpot_is_not_planned_over_target_where_an_option_holds_it(load: Load) ->
         None,
     )
 )
+@example(  # prompts alone are the fastest, and too late for the first
+    Load(50.0, decoding(1, context=1), (PromptLoad(2167, 0, 50.125), PromptLoad(2890, 0, math.inf)), 5057, None)
+)
 def test_both_targets_are_held_where_an_option_holds_both(load: Load) -> None:
     plan = planner().plan(load)
     if any(o.holds_tpot and o.holds_ttft and o.prefill_tokens_per_s for o in plan.options):
