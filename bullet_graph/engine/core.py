@@ -235,6 +235,10 @@ class EngineCore:
         if self.in_flight["decode"] and prefilling and prefilling[-1].ends_chunk:
             # The second tokens of its prompts would wait for every step launched ahead of them.
             return False
+        if not self._decoding and any(launch.scheduled.step.decode for launch in self.in_flight["decode"]):
+            # Those rows are the last of their sequences. The host, which launches prompts layer by layer for 20 ms,
+            # would hand out their tokens only then.
+            return False
         decoding = self._decoding if plan.decode else []
         filled = fill(chunk_tokens, len(decoding), self.planner.max_rows, self.executor.padded_rows)
         scheduled = self.scheduler.schedule(decode=decoding, prompts=self._prompts, chunk_tokens=filled)

@@ -29,6 +29,8 @@ from bullet_graph.workloads.workload import Times
 
 HOST_OVERHEAD_MS = 0.2
 """Default host time per launch."""
+_EAGER_LAYERS_PER_LAUNCH = 2.5
+"""Host time of a layer launched kernel by kernel, in launches: on an H200's host 0.45 to 0.65 ms (bench/LOG.md)."""
 
 _VOCAB_SIZE = 256
 """Of random prompts: blocks of 16 tokens still differ, and Python has such numbers once."""
@@ -93,6 +95,7 @@ class SimulatedEngine(EngineCore):
             model,
             partitions=[partition_of(sms, num_sms=model.num_sms) for sms in decode_sms],
             host_overhead_ms=settings.host_overhead_ms,
+            eager_layer_ms=_EAGER_LAYERS_PER_LAUNCH * settings.host_overhead_ms,
             time_noise=settings.time_noise,
             seed=config.seed,
             max_batch_sizes={} if plan is None else {p: sizes[-1] for p, sizes in plan.batch_sizes.items()},

@@ -218,6 +218,15 @@ def test_a_launch_costs_the_host_time_that_the_device_uses() -> None:
     assert finish_ms(device, device.launch(decode_step(1), on("decode"))) == pytest.approx(114)
 
 
+def test_prompts_that_take_the_device_longer_than_the_host_are_launched_layer_by_layer() -> None:
+    device = SimulatedExecutor(FakeModel(), eager_layer_ms=2)
+    least = 2 * NUM_LAYERS
+    captured, eager = (device.launch(prefill_step(tokens), on("decode")) for tokens in (least, least + 1))
+    assert device.now() == pytest.approx(least / 1e3)
+    assert finish_ms(device, captured) == pytest.approx(least)
+    assert finish_ms(device, eager) == pytest.approx(2 * least + 1)
+
+
 MIXED = make_step([(0, 3, True)], [1])
 
 

@@ -64,6 +64,12 @@ def test_the_hosts_time_is_told_apart_from_the_devices() -> None:
     assert costly.duration_s == pytest.approx(free.duration_s + 0.001)
 
 
+def test_a_last_token_does_not_wait_until_the_host_has_launched_a_long_prompt() -> None:
+    simulation = run([(1000, 20), (8000, 1)], [0.0, 0.1], slo=TIGHT, host_overhead_ms=0.2)
+    first, _ = simulation.replay.served
+    assert first.metrics.itl_ms[-1] < 15 < MODEL.num_layers * 0.5
+
+
 @pytest.mark.parametrize(
     ("policy", "slo"), [(policy, TIGHT) for policy in POLICIES] + [("auto", NO_TARGETS), ("split", NO_TARGETS)], ids=str
 )
@@ -196,5 +202,5 @@ def test_whatever_comes_is_served_within_the_caches_bounds(
     for output in simulation.replay.served:
         times = (output.metrics.arrival_s, *output.metrics.token_times_s)
         assert list(times) == sorted(times)
-        # No token can come sooner than weights are read.
-        assert all(gap_ms > 3 for gap_ms in output.metrics.itl_ms)
+        # Each token takes as long as weights are read, but the host may see two at once.
+        assert times[-1] - times[0] > 0.003 * output.output_tokens
