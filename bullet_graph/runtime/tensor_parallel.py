@@ -1,6 +1,6 @@
 """Builds an engine's executor: on this process alone, or on several ranks of which this process is rank 0."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -30,22 +30,16 @@ def build_on_ranks(
 
     Raises also what another rank raised, and RankError for one that ended. No process is left then.
     """
-    num_ranks = config.tensor_parallel_size
-    runtimes = [of_rank(config, runtime, rank) for rank in range(num_ranks)]
-    measure_if_missing(config, runtimes[0], partial(cached_table, config, runtimes[0]), clock)
-    if num_ranks == 1:
-        return build_executor(config, runtimes[0], progress=progress, on_ledger=on_ledger, clock=clock)
-    if config.cpu_threads is not None:
-        torch.set_num_threads(config.cpu_threads)
-    ranks = Ranks(num_ranks)
-    with failing_together(ranks):
-        for rank in range(1, num_ranks):
-            ranks.send("start", config, runtimes[rank], ranks.folder, torch.get_num_threads(), only=rank)
+    own, *others = (of_rank(config, runtime, rank) for rank in range(config.tensor_parallel_size))
+    measure_if_missing(config, own, partial(cached_table, config, own), clock)
+    if not others:
+        return build_executor(config, own, progress=progress, on_ledger=on_ledger, clock=clock)
+    with _started(config, others, lambda other: ("start", config, other)) as ranks:
         with clock.phase("device"):
             ranks.connect(runtime.device)
         built = build_executor(
             config,
-            runtimes[0],
+            own,
             progress=progress,
             on_ledger=on_ledger,
             clock=clock,
@@ -62,22 +56,22 @@ def other_ranks(config: EngineConfig, runtime: Runtime, start: Callable[[Runtime
 
     ``runtime`` is that of the whole model. Raises as :func:`of_rank`.
     """
-    runtimes = [of_rank(config, runtime, rank) for rank in range(1, config.tensor_parallel_size)]
-    if config.cpu_threads is not None:
-        torch.set_num_threads(config.cpu_threads)
-    ranks = Ranks(config.tensor_parallel_size)
-    with failing_together(ranks):
-        for rank, other in enumerate(runtimes, start=1):
-            ranks.send(*start(other), ranks.folder, torch.get_num_threads(), only=rank)
+    others = [of_rank(config, runtime, rank) for rank in range(1, config.tensor_parallel_size)]
+    with _started(config, others, start) as ranks:
         yield ranks
     ranks.stop()
 
 
 @contextmanager
-def failing_together(ranks: Ranks) -> Iterator[None]:
-    """Where the block fails, end all ranks, and raise the error that came first."""
+def _started(config: EngineConfig, others: Sequence[Runtime], start: Callable[[Runtime], Message]) -> Iterator[Ranks]:
+    """Start the other ranks. Where the block fails, end all of them, and raise the error that came first."""
+    if config.cpu_threads is not None:
+        torch.set_num_threads(config.cpu_threads)
+    ranks = Ranks(config.tensor_parallel_size)
     try:
-        yield
+        for rank, other in enumerate(others, start=1):
+            ranks.send(*start(other), ranks.folder, torch.get_num_threads(), only=rank)
+        yield ranks
     except BaseException as error:
         try:
             # One of ours says all; any other may be due to another rank.
