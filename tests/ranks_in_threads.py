@@ -5,7 +5,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -15,7 +14,7 @@ from bullet_graph.config import EngineConfig
 from bullet_graph.kernels.communicator import Communicator, Communicators
 from bullet_graph.partition.masks import LANES
 from bullet_graph.perf.start_report import StartClock
-from bullet_graph.runtime.build import BuiltRuntime, build_executor
+from bullet_graph.runtime.build import BuiltRuntime, Start, build_executor
 from bullet_graph.runtime.executor import Executor
 from bullet_graph.runtime.resolve import Runtime
 from bullet_graph.runtime.step import Placement, Step, StepResult
@@ -88,15 +87,13 @@ class ThreadedExecutor(Executor):
         self._pool.shutdown()
 
 
-def _build(
-    num_ranks: int, expert_parallel: bool, config: EngineConfig, runtime: Runtime, **others: Any
-) -> BuiltRuntime:
+def _build(num_ranks: int, expert_parallel: bool, config: EngineConfig, runtime: Runtime, start: Start) -> BuiltRuntime:
     pool, communicators = ThreadPoolExecutor(num_ranks), thread_communicators(num_ranks)
     config = replace(config, tensor_parallel_size=num_ranks, expert_parallel=expert_parallel)
 
     def build(rank: int) -> BuiltRuntime:
-        own = others | {"clock": StartClock(), "communicators": communicators[rank]}
-        return build_executor(config, of_rank(config, runtime, rank), **own)
+        own = replace(start, clock=StartClock(), communicators=communicators[rank])
+        return build_executor(config, of_rank(config, runtime, rank), own)
 
     built = list(pool.map(build, range(num_ranks)))
     return replace(built[0], executor=ThreadedExecutor([each.executor for each in built], pool))

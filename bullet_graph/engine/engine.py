@@ -28,6 +28,7 @@ from bullet_graph.planner.options import Corrections
 from bullet_graph.planner.planner import Planner
 from bullet_graph.planner.slack import PREPARE_MS
 from bullet_graph.planner.tuning import TUNING
+from bullet_graph.runtime.build import Start
 from bullet_graph.runtime.executor import Executor
 from bullet_graph.runtime.memory import MemoryLedger, held_tokens
 from bullet_graph.runtime.resolve import check_fork, default_sampling_params, load_tokenizer, resolve
@@ -80,9 +81,7 @@ class Engine:
             self.tokenizer = load_tokenizer(runtime)
         self.default_sampling_params = default_sampling_params(config, runtime)
         try:
-            built = build_on_ranks(
-                config, runtime, progress=use_tqdm, on_ledger=on_ledger or (lambda _: None), clock=start
-            )
+            built = build_on_ranks(config, runtime, Start(clock=start, progress=use_tqdm, on_ledger=on_ledger))
         except BaseException as error:
             # Its frames would hold the device's memory for as long as the caller holds the error.
             traceback.clear_frames(error.__traceback__)

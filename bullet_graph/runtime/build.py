@@ -18,7 +18,7 @@ from bullet_graph.graphs.compile_counts import CompileCounts
 from bullet_graph.graphs.compiled import CompiledPart, LayerPart
 from bullet_graph.graphs.key import batch_size_buckets
 from bullet_graph.graphs.piecewise import piecewise_scratch_bytes
-from bullet_graph.kernels.communicator import ALONE, Communicators
+from bullet_graph.kernels.communicator import Communicators
 from bullet_graph.kernels.memory import KVCache
 from bullet_graph.models.checkpoint import WeightLoading, open_checkpoint
 from bullet_graph.models.decoder import Decoder, cos_sin_tables
@@ -43,6 +43,22 @@ CPU_KV_CACHE_BYTES = 1024**3
 """Size of the KV cache on the CPU unless ``kv_cache_bytes`` is set; host memory is left to others."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    """What a start is given besides its configuration; ``on_ledger`` is called before anything is allocated.
+
+    A build of a capture cache brings its own ``captured``; without, the configured cache is opened. Of a rank of tensor
+    parallelism, ``agree`` gives the ledger that all ranks can hold, from the rank's own.
+    """
+
+    clock: StartClock = field(default_factory=StartClock)
+    progress: bool = False
+    on_ledger: Callable[[MemoryLedger], object] | None = None
+    captured: capture_cache.CapturedStart | None = None
+    agree: Callable[[MemoryLedger], MemoryLedger] = lambda ledger: ledger
+    communicators: Communicators = field(default_factory=dict)
+
+
 @dataclass(frozen=True, slots=True)
 class BuiltRuntime:
     """An executor, and the findings of its start; None for what it does not need, or does not have on the CPU.
@@ -61,20 +77,9 @@ class BuiltRuntime:
     self_check: SelfCheck | None = None
 
 
-def build_executor(
-    config: EngineConfig,
-    runtime: Runtime,
-    *,
-    progress: bool,
-    on_ledger: Callable[[MemoryLedger], None],
-    clock: StartClock,
-    open_captures: capture_cache.CaptureOpener = capture_cache.open_capture_entry,
-    agree: Callable[[MemoryLedger], MemoryLedger] = lambda ledger: ledger,
-    communicators: Communicators = ALONE,
-) -> BuiltRuntime:
-    """Plan the memory, call ``on_ledger``, then load the weights and, meanwhile, build the executor.
+def build_executor(config: EngineConfig, runtime: Runtime, start: Start) -> BuiltRuntime:
+    """Plan the memory, then load the weights and, meanwhile, build the executor.
 
-    Of a rank of tensor parallelism, ``agree`` gives the ledger that all ranks can hold, from the rank's own.
     Raises as :func:`check_device`, :func:`find_performance` and :func:`plan_memory` do; CheckpointError where the
     weights cannot be read; PartitionError where the SM partitions cannot be made, or do not hold.
     """
@@ -82,21 +87,15 @@ def build_executor(
         raise ConfigError(
             f"tensor_parallel_size={config.tensor_parallel_size} is for engines, and this is for one rank: leave it out"
         )
-    with clock.phase("device"):
+    with start.clock.phase("device"):
         check_device(config, runtime)
         performance = find_performance(config, runtime, cached_table=partial(cached_table, config, runtime))
-        ledger = agree(plan_ledger(config, runtime, performance))
-    on_ledger(ledger)
-    build = _build_cpu if runtime.device.type == "cpu" else _build_cuda
-    built, compiles, cache_use = capture_cache.start_with_captures(
-        config,
-        runtime,
-        artifact_plan(config, runtime, performance),
-        open_captures,
-        partial(build, config, runtime, performance, ledger, communicators, progress, clock),
-        clock,
-        communicators,
-    )
+        ledger = start.agree(plan_ledger(config, runtime, performance))
+    if start.on_ledger is not None:
+        start.on_ledger(ledger)
+    plan = artifact_plan(config, runtime, performance)
+    build = partial(_build_cpu if runtime.device.type == "cpu" else _build_cuda, config, runtime, performance, ledger)
+    built, compiles, cache_use = capture_cache.start_with_captures(config, runtime, plan, partial(build, start), start)
     return replace(built, compiles=compiles, cache_use=cache_use, self_check=None)
 
 
@@ -161,7 +160,7 @@ def capture_plan_of(config: EngineConfig, runtime: Runtime, performance: Perform
 
 @contextmanager
 def decoder_while_loading(
-    config: EngineConfig, runtime: Runtime, ledger: MemoryLedger, clock: StartClock, *, progress: bool
+    config: EngineConfig, runtime: Runtime, ledger: MemoryLedger, start: Start
 ) -> Iterator[tuple[Decoder, Callable[[], None]]]:
     """Allocate weights and KV cache on the runtime's device; a thread fills the weights during the block.
 
@@ -173,10 +172,10 @@ def decoder_while_loading(
         if runtime.folder is not None and config.load_format != "dummy":
             folder = runtime.folder
             if runtime.hub_id is not None:
-                with clock.phase("weights"):
+                with start.clock.phase("weights"):
                     folder = download(runtime.hub_id, folder.name, weights=True)
             checkpoint = stack.enter_context(open_checkpoint(folder, runtime.model))
-        with clock.phase("allocation"):
+        with start.clock.phase("allocation"):
             cache = KVCache(
                 runtime.model,
                 num_blocks=ledger.num_kv_blocks,
@@ -193,14 +192,14 @@ def decoder_while_loading(
             )
         else:
             total = checkpoint.num_bytes
-            bar = progress_bar(progress, total=total, desc="Loading weights", unit="B", unit_scale=True)
+            bar = progress_bar(start.progress, total=total, desc="Loading weights", unit="B", unit_scale=True)
             loading = WeightLoading(weights, checkpoint.fill(weights), stack.enter_context(bar))
         stack.enter_context(loading)
 
         def join_weights() -> None:
             loading.join()
             if loading.ended_s is not None:
-                clock.add("weights", loading.started_s, loading.ended_s)
+                start.clock.add("weights", loading.started_s, loading.ended_s)
 
         yield decoder, join_weights
 
@@ -210,14 +209,13 @@ def _build_cpu(
     runtime: Runtime,
     performance: PerformanceModel | None,
     ledger: MemoryLedger,
-    communicators: Communicators,
-    progress: bool,
-    clock: StartClock,
+    start: Start,
     captured: capture_cache.CapturedStart,
 ) -> BuiltRuntime:
     if config.cpu_threads is not None:
         torch.set_num_threads(config.cpu_threads)
-    with decoder_while_loading(config, runtime, ledger, clock, progress=progress) as (decoder, join_weights):
+    communicators = start.communicators
+    with decoder_while_loading(config, runtime, ledger, start) as (decoder, join_weights):
         functions: dict[Lane, LayerFunctions] = {}
         if config.compile:
             made: dict[str, CompiledPart] = {}
@@ -226,7 +224,7 @@ def _build_cpu(
                 made[part.name] = made.get(part.name) or captured.compiler(part)
                 return made[part.name]
 
-            with clock.phase("kernels"):
+            with start.clock.phase("kernels"):
                 for lane in LANES:
                     functions[lane] = compiled_for_cpu(
                         decoder, config.max_forward_rows, compiled_once, communicators.get(lane)
@@ -250,20 +248,17 @@ def _build_cuda(
     runtime: Runtime,
     performance: PerformanceModel | None,
     ledger: MemoryLedger,
-    communicators: Communicators,
-    progress: bool,
-    clock: StartClock,
+    start: Start,
     captured: capture_cache.CapturedStart,
 ) -> BuiltRuntime:
+    clock, communicators = start.clock, start.communicators
     plan = capture_plan_of(config, runtime, performance)
     # Before the weights are loaded: a partition that does not hold should fail early, and the proof needs an idle GPU.
     with clock.phase("partitions"):
         backend, why = open_backend(config.partition_backend, tuple(plan.batch_sizes), device=runtime.device.index)
     with ExitStack() as undo, capture_cache.triton_hashed_meanwhile():
         undo.callback(backend.close)
-        decoder, join_weights = undo.enter_context(
-            decoder_while_loading(config, runtime, ledger, clock, progress=progress)
-        )
+        decoder, join_weights = undo.enter_context(decoder_while_loading(config, runtime, ledger, start))
         with clock.phase("imports"):
             # Here, since a machine without a GPU has no triton, and weights are loaded meanwhile.
             from bullet_graph.runtime.cuda import CudaExecutor  # noqa: PLC0415
@@ -280,7 +275,7 @@ def _build_cuda(
             plan=plan,
             join_weights=join_weights,
             clock=clock,
-            progress=progress,
+            progress=start.progress,
             compiler=captured.compiler,
             tuned_rows=tuned_rows,
             communicators=communicators,

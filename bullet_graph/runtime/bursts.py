@@ -25,8 +25,7 @@ from bullet_graph.models.progress import progress_bar
 from bullet_graph.partition.backend import PartitionBackend, open_backend
 from bullet_graph.partition.masks import WHOLE_GPU, Lane, SmPartition, partition_of
 from bullet_graph.perf.profile_plan import MIN_INTERVALS, WARM_S, ProfileLimits, ProfilePoint
-from bullet_graph.perf.start_report import StartClock
-from bullet_graph.runtime.build import decoder_while_loading, partitions_of
+from bullet_graph.runtime.build import Start, decoder_while_loading, partitions_of
 from bullet_graph.runtime.cuda import decode_inputs, lane_stream
 from bullet_graph.runtime.eager_lane import EagerLane
 from bullet_graph.runtime.profile import Prepared
@@ -309,7 +308,7 @@ def open_workbench(
 
 
 def _loaded_decoder(prepared: Prepared, progress: bool) -> Decoder:
-    start = decoder_while_loading(prepared.config, prepared.runtime, prepared.ledger, StartClock(), progress=progress)
-    with start as (decoder, join_weights):
+    loading = decoder_while_loading(prepared.config, prepared.runtime, prepared.ledger, Start(progress=progress))
+    with loading as (decoder, join_weights):
         join_weights()
     return decoder

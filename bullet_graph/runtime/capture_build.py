@@ -7,7 +7,6 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -18,16 +17,15 @@ from bullet_graph.captures.manifest import Manifest, entry_id, list_files
 from bullet_graph.captures.store import FILES_NAME, CaptureStore, Entry, file_errors
 from bullet_graph.config import KV_BLOCK_TOKENS, EngineConfig
 from bullet_graph.graphs.compile_counts import CompileCounter, CompileCounts
-from bullet_graph.kernels.communicator import ALONE, Communicators, on_all_ranks
+from bullet_graph.kernels.communicator import on_all_ranks
 from bullet_graph.kernels.flashinfer_attention import needed_modules
 from bullet_graph.kernels.gpu import Gpu
 from bullet_graph.partition import offsets
 from bullet_graph.partition.masks import LANES, Lane
 from bullet_graph.partition.smctrl import identify_driver
 from bullet_graph.perf.provenance import collect_provenance
-from bullet_graph.perf.start_report import StartClock
 from bullet_graph.perf.table import read_table
-from bullet_graph.runtime.build import artifact_plan, build_executor
+from bullet_graph.runtime.build import Start, artifact_plan, build_executor
 from bullet_graph.runtime.capture_cache import (
     MASK_OFFSET,
     MEASURED,
@@ -41,7 +39,6 @@ from bullet_graph.runtime.capture_cache import (
 )
 from bullet_graph.runtime.executor import Executor
 from bullet_graph.runtime.fingerprint import fingerprint_of
-from bullet_graph.runtime.memory import MemoryLedger
 from bullet_graph.runtime.performance import ROOFLINE, find_performance, table_file
 from bullet_graph.runtime.resolve import Runtime, resolve
 from bullet_graph.runtime.rows import Chunk, make_batches
@@ -64,15 +61,14 @@ def build_entry(
     """
     runtime = resolve(config)
     if config.tensor_parallel_size == 1:
-        return build_for_rank(config, runtime, store, progress=progress, tell=tell)
+        return build_for_rank(config, runtime, store, lambda: Start(progress=progress), tell=tell)
     with other_ranks(config, runtime, lambda other: ("build", config, other, store.root)) as ranks:
 
-        def connect() -> Communicators:
+        def start() -> Start:
             ranks.connect(runtime.device)
-            return ranks.communicators
+            return Start(progress=progress, agree=partial(agreed, ranks), communicators=ranks.communicators)
 
-        own, agree = of_rank(config, runtime, 0), partial(agreed, ranks)
-        built = build_for_rank(config, own, store, progress=progress, tell=tell, connect=connect, agree=agree)
+        built = build_for_rank(config, of_rank(config, runtime, 0), store, start, tell=tell)
         ranks.gather("built")
         return built
 
@@ -81,11 +77,9 @@ def build_for_rank(
     config: EngineConfig,
     runtime: Runtime,
     store: CaptureStore,
+    connect: Callable[[], Start],
     *,
-    progress: bool,
     tell: Callable[[str], None],
-    connect: Callable[[], Communicators] = lambda: ALONE,
-    agree: Callable[[MemoryLedger], MemoryLedger] = lambda ledger: ledger,
 ) -> tuple[Entry, CompileCounts | None]:
     """As :func:`build_entry`, on one rank; rank 0 connects to the others once no other process builds its entry."""
     start_s = time.perf_counter()
@@ -99,11 +93,11 @@ def build_for_rank(
     plan = artifact_plan(config, runtime, performance)
     name = entry_id(here, plan)
     with store.building(name, tell=tell) as staged:
-        communicators, there = connect(), store.whole(name)
-        is_everywhere = on_all_ranks(communicators, there is not None, runtime.device)
+        start, there = connect(), store.whole(name)
+        is_everywhere = on_all_ranks(start.communicators, there is not None, runtime.device)
         if there is not None and is_everywhere:
             return there, None
-        compiles, points = _fill(staged / FILES_NAME, config, runtime, progress, communicators, agree)
+        compiles, points = _fill(staged / FILES_NAME, config, runtime, start)
         checked = None
         if points:
             errors = {str(point.batch_size): point.relative_error for point in points}
@@ -122,12 +116,7 @@ def build_for_rank(
 
 
 def _fill(
-    files: Path,
-    config: EngineConfig,
-    runtime: Runtime,
-    progress: bool,
-    communicators: Communicators,
-    agree: Callable[[MemoryLedger], MemoryLedger],
+    files: Path, config: EngineConfig, runtime: Runtime, start: Start
 ) -> tuple[CompileCounts, tuple[SelfCheckPoint, ...]]:
     """Start an engine that keeps everything in ``files``, and run each kind of forward."""
     is_gpu = runtime.device.type == "cuda"
@@ -138,16 +127,7 @@ def _fill(
             if is_gpu:
                 _keep_measured(files, config, runtime)
                 keep_attention(files, runtime)
-            built = build_executor(
-                config,
-                runtime,
-                progress=progress,
-                on_ledger=lambda _: None,
-                clock=StartClock(),
-                open_captures=lambda *_: nullcontext(captured),
-                agree=agree,
-                communicators=communicators,
-            )
+            built = build_executor(config, runtime, dataclasses.replace(start, captured=captured))
             try:
                 exercise(
                     built.executor,

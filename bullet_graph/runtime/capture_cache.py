@@ -25,20 +25,20 @@ from bullet_graph.errors import CacheError, CaptureCacheWarning, DeviceError, Pa
 from bullet_graph.graphs.capture_plan import CapturePlan
 from bullet_graph.graphs.compile_counts import CompileCounter, CompileCounts
 from bullet_graph.graphs.compiled import CompiledPart, LayerPart, compile_ahead, compile_now, load_package
-from bullet_graph.kernels.communicator import ALONE, Communicators, on_all_ranks
+from bullet_graph.kernels.communicator import on_all_ranks
 from bullet_graph.kernels.flashinfer_attention import ModuleSpec, load_module, needed_modules
 from bullet_graph.kernels.gpu import Gpu
 from bullet_graph.partition import offsets
 from bullet_graph.partition.calibrate import prove
 from bullet_graph.partition.smctrl import identify_driver
-from bullet_graph.perf.start_report import PhaseName, StartClock
+from bullet_graph.perf.start_report import PhaseName
 from bullet_graph.perf.table import PerfTable, read_table
 from bullet_graph.runtime.fingerprint import fingerprint_of
 from bullet_graph.runtime.resolve import Runtime
 from bullet_graph.runtime.self_check import SelfCheck, SelfCheckPoint
 
 if TYPE_CHECKING:
-    from bullet_graph.runtime.build import BuiltRuntime  # it imports this module
+    from bullet_graph.runtime.build import BuiltRuntime, Start  # it imports this module
 
 LAYERS = "layers"
 TRITON = "triton"
@@ -170,10 +170,6 @@ class CapturedStart:
 # ---- entries ----
 
 
-CaptureOpener = Callable[[EngineConfig, Runtime, dict[str, Any]], AbstractContextManager[CapturedStart]]
-"""Gives a start its captures: :func:`open_capture_entry`, or what a build does."""
-
-
 @contextmanager
 def open_capture_entry(config: EngineConfig, runtime: Runtime, plan: dict[str, Any]) -> Iterator[CapturedStart]:
     """What the configured capture cache has for an engine; its Triton kernels are found during the block.
@@ -255,31 +251,30 @@ def start_with_captures(
     config: EngineConfig,
     runtime: Runtime,
     plan: dict[str, Any],
-    open_captures: CaptureOpener,
-    start: Callable[[CapturedStart], "BuiltRuntime"],
-    clock: StartClock,
-    communicators: Communicators = ALONE,
+    build: Callable[[CapturedStart], "BuiltRuntime"],
+    start: "Start",
 ) -> tuple["BuiltRuntime", CompileCounts, CacheUse]:
     """Start from a capture cache. Where that computes something else than the model, start again without it.
 
     All ranks of tensor parallelism do the same, as each needs what the others compute.
-    Returns the result of ``start``, what was compiled on the way, and what the cache gave.
+    Returns the result of ``build``, what was compiled on the way, and what the cache gave.
     """
-    gpu = runtime.device.type == "cuda"
+    gpu, communicators = runtime.device.type == "cuda", start.communicators
+    opener = open_capture_entry(config, runtime, plan) if start.captured is None else nullcontext(start.captured)
 
     def noted(phase: PhaseName) -> AbstractContextManager[None]:
-        return nullcontext() if config.capture_cache is None else clock.phase(phase)
+        return nullcontext() if config.capture_cache is None else start.clock.phase(phase)
 
     with ExitStack() as undo:
         with ExitStack() as opened:
             with noted("capture cache"):
-                captured = opened.enter_context(open_captures(config, runtime, plan))
+                captured = opened.enter_context(opener)
                 found = captured.files is not None
                 if config.capture_cache is not None and found != on_all_ranks(communicators, found, runtime.device):
                     captured = CapturedStart()
                     captured.tell("everything is compiled, as another rank has no entry: see its warning")
             counter = opened.enter_context(CompileCounter(gpu=gpu))
-            started = start(captured)
+            started = build(captured)
             undo.callback(started.executor.shutdown)
             with noted("self-check"):
                 holds = captured.holds(started.self_check)
@@ -294,7 +289,7 @@ def start_with_captures(
     _forget_kernels()
     captured = CapturedStart(use=replace(captured.use, entry_id=None))
     with CompileCounter(gpu=gpu) as again:
-        restarted = start(captured)
+        restarted = build(captured)
     return restarted, counter.counts + again.counts, captured.use
 
 

@@ -16,9 +16,7 @@ import torch
 
 from bullet_graph.captures.store import CaptureStore
 from bullet_graph.config import EngineConfig
-from bullet_graph.kernels.communicator import Communicators
-from bullet_graph.perf.start_report import StartClock
-from bullet_graph.runtime.build import build_executor, plan_ledger
+from bullet_graph.runtime.build import Start, build_executor, plan_ledger
 from bullet_graph.runtime.capture_build import build_for_rank
 from bullet_graph.runtime.executor import Executor
 from bullet_graph.runtime.memory import MemoryLedger, with_kv_blocks
@@ -78,21 +76,12 @@ class Follower:
         return values
 
     def _build(self, config: EngineConfig, runtime: Runtime, folder: Path, num_threads: int) -> Executor:
-        communicators = self._connect(runtime, folder, num_threads)
-        built = build_executor(
-            replace(config, cpu_threads=None),
-            runtime,
-            progress=False,
-            on_ledger=lambda _: None,
-            clock=StartClock(),
-            agree=self._agree,
-            communicators=communicators,
-        )
-        return built.executor
+        start = self._connect(runtime, folder, num_threads)
+        return build_executor(replace(config, cpu_threads=None), runtime, start).executor
 
     @torch.inference_mode()
     def _profile(self, prepared: Prepared, folder: Path, num_threads: int) -> None:
-        communicators = self._connect(prepared.runtime, folder, num_threads)
+        communicators = self._connect(prepared.runtime, folder, num_threads).communicators
         prepared = replace(prepared, ledger=self._agree(plan_ledger(prepared.config, prepared.runtime)))
         # Imports the kernel libraries.
         from bullet_graph.runtime.bursts import open_workbench  # noqa: PLC0415
@@ -101,19 +90,11 @@ class Follower:
             bench.follow(self._messages.get, self._connection.send)
 
     def _build_entry(self, config: EngineConfig, runtime: Runtime, root: Path, folder: Path, num_threads: int) -> None:
-        communicators = self._connect(runtime, folder, num_threads)
-        build_for_rank(
-            config,
-            runtime,
-            CaptureStore(root),
-            progress=False,
-            tell=lambda _: None,
-            connect=lambda: communicators,
-            agree=self._agree,
-        )
+        start = self._connect(runtime, folder, num_threads)
+        build_for_rank(config, runtime, CaptureStore(root), lambda: start, tell=lambda _: None)
         self._connection.send(("built",))
 
-    def _connect(self, runtime: Runtime, folder: Path, num_threads: int) -> Communicators:
+    def _connect(self, runtime: Runtime, folder: Path, num_threads: int) -> Start:
         if runtime.device.type == "cpu":
             # As rank 0's: what all ranks compute alike must have the same bits.
             torch.set_num_threads(num_threads)
@@ -121,7 +102,8 @@ class Follower:
             torch.cuda.set_device(runtime.device)
         self._connection.send(("ready",))
         self._next("connect")
-        return make_communicators(folder, self._rank, runtime.model.num_ranks, runtime.device)
+        communicators = make_communicators(folder, self._rank, runtime.model.num_ranks, runtime.device)
+        return Start(agree=self._agree, communicators=communicators)
 
     def _agree(self, ledger: MemoryLedger) -> MemoryLedger:
         self._connection.send(("blocks", ledger.num_kv_blocks))

@@ -10,42 +10,27 @@ import torch
 from bullet_graph.config import EngineConfig
 from bullet_graph.errors import BulletGraphError, DeviceError
 from bullet_graph.models.sharding import shard
-from bullet_graph.perf.start_report import StartClock
-from bullet_graph.runtime.build import BuiltRuntime, build_executor, cached_table
+from bullet_graph.runtime.build import BuiltRuntime, Start, build_executor, cached_table
 from bullet_graph.runtime.memory import MemoryLedger, with_kv_blocks
 from bullet_graph.runtime.performance import measure_if_missing
 from bullet_graph.runtime.ranks import Message, RankedExecutor, Ranks
 from bullet_graph.runtime.resolve import Runtime
 
 
-def build_on_ranks(
-    config: EngineConfig,
-    runtime: Runtime,
-    *,
-    progress: bool,
-    on_ledger: Callable[[MemoryLedger], None],
-    clock: StartClock,
-) -> BuiltRuntime:
+def build_on_ranks(config: EngineConfig, runtime: Runtime, start: Start) -> BuiltRuntime:
     """As :func:`build_executor`, with ``tensor_parallel_size`` ranks; the findings are rank 0's.
 
     Raises also what another rank raised, and RankError for one that ended. No process is left then.
     """
     own, *others = (of_rank(config, runtime, rank) for rank in range(config.tensor_parallel_size))
-    measure_if_missing(config, own, partial(cached_table, config, own), clock)
+    measure_if_missing(config, own, partial(cached_table, config, own), start.clock)
     if not others:
-        return build_executor(config, own, progress=progress, on_ledger=on_ledger, clock=clock)
+        return build_executor(config, own, start)
     with _started(config, others, lambda other: ("start", config, other)) as ranks:
-        with clock.phase("device"):
+        with start.clock.phase("device"):
             ranks.connect(runtime.device)
-        built = build_executor(
-            config,
-            own,
-            progress=progress,
-            on_ledger=on_ledger,
-            clock=clock,
-            agree=partial(agreed, ranks),
-            communicators=ranks.communicators,
-        )
+        together = replace(start, agree=partial(agreed, ranks), communicators=ranks.communicators)
+        built = build_executor(config, own, together)
         ranks.gather("built")
     return replace(built, executor=RankedExecutor(built.executor, ranks))
 

@@ -6,7 +6,6 @@ import shutil
 import sys
 import warnings
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,9 +27,9 @@ from bullet_graph.kernels.gpu import Gpu
 from bullet_graph.models.config import ModelConfig
 from bullet_graph.models.presets import PRESETS
 from bullet_graph.partition.offsets import DriverId, remember, remembered
-from bullet_graph.perf.start_report import StartClock
 from bullet_graph.perf.table import PerfTable, list_tables, read_table
 from bullet_graph.runtime import capture_cache
+from bullet_graph.runtime.build import Start
 from bullet_graph.runtime.capture_build import keep_attention
 from bullet_graph.runtime.capture_cache import (
     MEASURED,
@@ -265,14 +264,14 @@ def test_all_ranks_start_alike(
     def run(rank: int) -> tuple[list[bool], CacheUse]:
         started: list[bool] = []
 
-        def start(captured: CapturedStart) -> Any:
+        def build(captured: CapturedStart) -> Any:
             started.append(captured.files is not None)
             points = (SelfCheckPoint(2, 0.0 if holds[rank] else 1.0, 0.1),)
             return SimpleNamespace(executor=SimpleNamespace(shutdown=int), self_check=lambda **_: points)
 
         captured = CapturedStart(tmp_path if found[rank] else None, self_check="all", use=CacheUse("some entry"))
-        given: tuple[Any, ...] = (runtime, {}, lambda *_: nullcontext(captured), start, StartClock())
-        _, _, use = capture_cache.start_with_captures(config, *given, communicators[rank])
+        start = Start(captured=captured, communicators=communicators[rank])
+        _, _, use = capture_cache.start_with_captures(config, runtime, {}, build, start)
         return started, use
 
     with warnings.catch_warnings(), ThreadPoolExecutor(2) as pool:
