@@ -9,8 +9,8 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -43,11 +43,17 @@ class Served:
     quiet: bool
 
 
-@contextmanager
-def replicas(
-    number: int, config: EngineConfig, settings: ServeSettings, *, access_log: bool, warmup: bool
-) -> Iterator[list[Replica]]:
-    """Start so many engines' servers, each on GPUs of its own, and stop them in the end.
+def serve_replicas(
+    number: int,
+    config: EngineConfig,
+    settings: ServeSettings,
+    listener: socket.socket,
+    on_started: Callable[[], object],
+    *,
+    access_log: bool,
+    warmup: bool,
+) -> None:
+    """Serve with so many engines, each on GPUs of its own, until a signal stops the server.
 
     Raises ConfigError where there are too few GPUs, and what an engine raises.
     """
@@ -65,7 +71,13 @@ def replicas(
                 started.append(Replica(each, process, str(path)))
                 connection.send(Served(config, behind, path, access_log, warmup, quiet=each > 0))
             _wait_until_ready(connections)
-            yield started
+            front = Front(started)
+
+            def abort(reason: str) -> None:
+                front.abort(ApiError(503, reason, code="shutting_down"))
+
+            app = front_app(front, settings)
+            DrainingServer(app, front, settings, abort=abort, on_started=on_started).run(sockets=[listener])
         finally:
             for one in started:
                 one.process.send_signal(signal.SIGTERM)
@@ -76,27 +88,6 @@ def replicas(
                 one.process.wait()
             for connection in connections:
                 connection.close()
-
-
-def serve_replicas(
-    number: int,
-    config: EngineConfig,
-    settings: ServeSettings,
-    listener: socket.socket,
-    on_started: Callable[[], object],
-    *,
-    access_log: bool,
-    warmup: bool,
-) -> None:
-    """Serve with so many engines until a signal stops the server."""
-    with replicas(number, config, settings, access_log=access_log, warmup=warmup) as started:
-        front = Front(started)
-
-        def abort(reason: str) -> None:
-            front.abort(ApiError(503, reason, code="shutting_down"))
-
-        app = front_app(front, settings)
-        DrainingServer(app, front, settings, abort=abort, on_started=on_started).run(sockets=[listener])
 
 
 def _gpus(number: int, config: EngineConfig) -> list[dict[str, str]]:

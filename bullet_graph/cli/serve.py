@@ -4,6 +4,7 @@ import asyncio
 import os
 import resource
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -87,10 +88,7 @@ def serve(
             f"serving {named} at {url}\n"
             f"  API {url}/v1, described at {url}/docs; live page {url}/; metrics {url}/metrics"
         )
-
-        def on_started() -> None:
-            click.echo(message, err=True)
-
+        on_started = partial(click.echo, message, err=True)
         if data_parallel_size > 1:
             require_extra("--data-parallel-size", "aiohttp", extra="serve")
             from bullet_graph.cli.replicas import serve_replicas  # noqa: PLC0415
