@@ -13,8 +13,8 @@ from click.core import ParameterSource
 
 from bullet_graph.cli import EXIT_ERROR
 from bullet_graph.cli.engine_run import open_engine, tell_random_weights
-from bullet_graph.cli.options import engine_options, fit_max_num_seqs, parse_object
-from bullet_graph.config import EngineConfig
+from bullet_graph.cli.options import engine_options, fit_max_num_seqs, parse_object, parsed_by
+from bullet_graph.config import EngineConfig, parse_counts
 from bullet_graph.engine.admission import Prompt
 from bullet_graph.engine.engine import Engine
 from bullet_graph.engine.output import CompletionOutput, OutputKind, RequestOutput
@@ -27,17 +27,12 @@ _LABEL_CHARS = 60
 _METRICS = ("queue_ms", "ttft_ms", "tpot_ms", "e2e_ms")
 
 
-def _parse_ids(_: click.Context, __: click.Parameter, values: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
-    try:
-        return tuple(tuple(int(part) for part in value.split(",") if value.strip()) for value in values)
-    except ValueError as error:
-        raise click.BadParameter(f"write token ids as 1,2,3 ({error})") from error
-
-
 @click.command()
 @engine_options(max_num_seqs=256, max_num_seqs_shown="as many as there are outputs, at most 256")
 @click.option("--prompt", "texts", multiple=True, help="A prompt; may be given again.")
-@click.option("--prompt-ids", "ids", multiple=True, callback=_parse_ids, help="A prompt as token ids: 1,2,3.")
+@click.option(
+    "--prompt-ids", "ids", multiple=True, callback=parsed_by(parse_counts), help="A prompt as token ids: 1,2,3."
+)
 @click.option(
     "--prompt-file",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),

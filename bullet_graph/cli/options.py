@@ -17,18 +17,20 @@ from bullet_graph.config import SETTINGS, EngineConfig, Setting, parse_bytes
 from bullet_graph.errors import ConfigError
 
 Decorator = Callable[[Callable[..., None]], Callable[..., None]]
-OptionCallback = Callable[[click.Context, click.Parameter, str | None], Any]
+OptionCallback = Callable[[click.Context, click.Parameter, str | tuple[str, ...] | None], Any]
 
 FILE = click.Path(path_type=Path)
 COUNT = click.IntRange(min=1)
 
 
 def parsed_by(parse: Callable[[str], Any], without: Any = None) -> OptionCallback:
-    """An option's callback that reads its text with ``parse``; ``without`` is its value where it is not given."""
+    """An option's callback that reads each text with ``parse``; ``without`` is its value where it is not given."""
 
-    def callback(_: click.Context, __: click.Parameter, text: str | None) -> Any:
+    def callback(_: click.Context, __: click.Parameter, given: str | tuple[str, ...] | None) -> Any:
         try:
-            return without if text is None else parse(text)
+            if isinstance(given, tuple):
+                return tuple(map(parse, given))
+            return without if given is None else parse(given)
         except ConfigError as error:
             raise click.BadParameter(str(error)) from None
 

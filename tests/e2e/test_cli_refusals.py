@@ -42,7 +42,7 @@ TARGETS = "--goodput ttft:500 tpot:15"
         ("generate", "--policy solo", "unknown policy 'solo'"),
         ("generate", "--router-skew zipf", "--router-skew must be uniform, or zipf:S"),
         ("generate", "--router-skew zipf:1", "--router-skew zipf:1 is for random weights of a model of experts"),
-        ("generate", "--prompt-ids 1,x", "1,2,3"),
+        ("generate", "--prompt-ids 1,x", "32,48,64"),
         ("generate", "--prompt-file missing.txt", "missing.txt"),
         ("throughput", "", "--trace"),
         ("throughput", "--trace missing.csv", "missing.csv"),
