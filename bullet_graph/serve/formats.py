@@ -6,7 +6,7 @@ import time
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import pydantic_core
@@ -32,6 +32,7 @@ def token_texts(tokenizer: Tokenizer | None) -> TokenTexts:
     return functools.cache(lambda token_id: tokenizer.decode([token_id], skip_special_tokens=False))
 
 
+@dataclass(eq=False)
 class AnswerFormat(ABC):
     """Writes the answer to one request.
 
@@ -46,24 +47,17 @@ class AnswerFormat(ABC):
     event_type: ClassVar[str]
     prompt_ids_in_choices: ClassVar[bool]
 
-    def __init__(
-        self,
-        model: str,
-        texts: TokenTexts,
-        *,
-        with_token_ids: bool,
-        request_id: str,
-        echo: Sequence[str] | None = None,
-        num_logprobs: int | None = None,
-        num_prompt_logprobs: int | None = None,
-    ) -> None:
-        self._texts = texts
-        self._echo = echo
-        self._num_logprobs = num_logprobs
-        self._num_prompt_logprobs = num_prompt_logprobs
+    model: str
+    texts: TokenTexts
+    request_id: str
+    with_token_ids: bool = False
+    echo: Sequence[str] | None = None
+    num_logprobs: int | None = None
+    num_prompt_logprobs: int | None = None
+
+    def __post_init__(self) -> None:
+        self._head = {"id": f"{self.id_prefix}-{self.request_id}", "created": int(time.time()), "model": self.model}
         self._offsets: dict[int, int] = {}
-        self._with_token_ids = with_token_ids
-        self._head = {"id": f"{self.id_prefix}-{request_id}", "created": int(time.time()), "model": model}
 
     def opening(self, choice: int, prompt: int, more: Fields) -> bytes:
         """The event before the first token of a choice for a prompt; empty if the format has none."""
@@ -82,12 +76,12 @@ class AnswerFormat(ABC):
         """The whole answer: one output per prompt."""
         choices, of_prompt = [], dict[str, Any]()
         for index, output in enumerate(outputs):
-            of_prompt = {"prompt_token_ids": output.prompt_token_ids} if self._with_token_ids else {}
-            if self._num_prompt_logprobs is not None:
-                of_prompt["prompt_logprobs"] = self._prompt_logprobs(output, self._num_prompt_logprobs)
+            of_prompt = {"prompt_token_ids": output.prompt_token_ids} if self.with_token_ids else {}
+            if self.num_prompt_logprobs is not None:
+                of_prompt["prompt_logprobs"] = self._prompt_logprobs(output, self.num_prompt_logprobs)
             for sample in output.outputs:
-                if self._echo is not None:
-                    sample = self._after_prompt(output, sample, self._echo[index])
+                if self.echo is not None:
+                    sample = self._after_prompt(output, sample, self.echo[index])
                 fields = self._choice(index * len(output.outputs) + sample.index, sample, streamed=False)
                 choices.append(fields | of_prompt if self.prompt_ids_in_choices else fields)
         tail = {} if self.prompt_ids_in_choices else of_prompt
@@ -99,7 +93,7 @@ class AnswerFormat(ABC):
             None
             if entry is None
             else {
-                str(i): {"logprob": _finite(p), "rank": rank, "decoded_token": self._texts(i)}
+                str(i): {"logprob": _finite(p), "rank": rank, "decoded_token": self.texts(i)}
                 for rank, (i, p) in ((None, (entry.token_id, entry.logprob)), *enumerate(entry.top[:count], 1))
             }
             for entry in output.prompt_logprobs or ()
@@ -111,7 +105,7 @@ class AnswerFormat(ABC):
         if logprobs is not None:
             _, *scored = output.prompt_logprobs or (None,)
             first = TokenLogprobs(output.prompt_token_ids[0], math.nan, ())
-            entries = (replace(entry, top=entry.top[: self._num_logprobs]) for entry in scored if entry)
+            entries = (replace(entry, top=entry.top[: self.num_logprobs]) for entry in scored if entry)
             logprobs = (first, *entries, *logprobs)
         return replace(sample, text=text + sample.text, logprobs=logprobs)
 
@@ -123,7 +117,7 @@ class AnswerFormat(ABC):
         text, finish_reason = self._said(choice, output, streamed=streamed)
         logprobs = None if output.logprobs is None else self._logprobs(choice, output.logprobs)
         fields = {"index": choice, **text, "logprobs": logprobs, "finish_reason": finish_reason}
-        return fields | {"token_ids": output.token_ids} if self._with_token_ids else fields
+        return fields | {"token_ids": output.token_ids} if self.with_token_ids else fields
 
     @abstractmethod
     def _said(self, choice: int, output: CompletionOutput, *, streamed: bool) -> tuple[Fields, str | None]:
@@ -143,16 +137,16 @@ class CompletionFormat(AnswerFormat):
 
     def opening(self, choice: int, prompt: int, more: Fields) -> bytes:
         """The event of the prompt, if it is to be written."""
-        if self._echo is None:
+        if self.echo is None:
             return b""
-        return self.event(choice, CompletionOutput(choice, self._echo[prompt], (), None, None), more)
+        return self.event(choice, CompletionOutput(choice, self.echo[prompt], (), None, None), more)
 
     def _said(self, choice: int, output: CompletionOutput, *, streamed: bool) -> tuple[Fields, str | None]:
         del choice, streamed
         return {"text": output.text}, output.finish_reason
 
     def _logprobs(self, choice: int, entries: Sequence[TokenLogprobs]) -> dict[str, Any]:
-        texts, offset = self._texts, self._offsets.get(choice, 0)
+        texts, offset = self.texts, self._offsets.get(choice, 0)
         tokens = [texts(entry.token_id) for entry in entries]
         offsets = []
         for token in tokens:
@@ -170,17 +164,20 @@ class CompletionFormat(AnswerFormat):
         return {"tokens": tokens, "token_logprobs": logprobs, "top_logprobs": tops, "text_offset": offsets}
 
 
+@dataclass(eq=False)
 class ChatFormat(AnswerFormat):
-    """Answers of ``/v1/chat/completions``."""
+    """Answers of ``/v1/chat/completions``; ``call_parser`` makes what finds calls, where the model may make any."""
 
     id_prefix = "chatcmpl"
     whole_type = "chat.completion"
     event_type = "chat.completion.chunk"
     prompt_ids_in_choices = False
 
-    def __init__(self, *args: Any, call_parser: Callable[[], ToolCallParser] | None = None, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self._parsers = None if call_parser is None else defaultdict[int, ToolCallParser](call_parser)
+    call_parser: Callable[[], ToolCallParser] | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._parsers = None if self.call_parser is None else defaultdict[int, ToolCallParser](self.call_parser)
 
     def opening(self, choice: int, prompt: int, more: Fields) -> bytes:
         """The event that names the speaker."""
@@ -210,7 +207,7 @@ class ChatFormat(AnswerFormat):
         del choice
 
         def field(token_id: int, logprob: float) -> dict[str, Any]:
-            text = self._texts(token_id)
+            text = self.texts(token_id)
             return {"token": text, "logprob": _finite(logprob), "bytes": list(text.encode())}
 
         content = [
