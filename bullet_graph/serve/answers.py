@@ -27,6 +27,13 @@ _STREAM_START: Message = {
 logger = logging.getLogger(__name__)
 
 
+async def call_when_gone(receive: Receive, call: Callable[[], object]) -> None:
+    """Call a function once the client has left."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    call()
+
+
 class Answer(Response):
     """A response with a time limit, which is cancelled when its client leaves.
 
@@ -48,13 +55,7 @@ class Answer(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with anyio.create_task_group() as tasks:
-
-            async def until_gone() -> None:
-                while (await receive())["type"] != "http.disconnect":
-                    pass
-                tasks.cancel_scope.cancel()
-
-            tasks.start_soon(until_gone)
+            tasks.start_soon(call_when_gone, receive, tasks.cancel_scope.cancel)
             await self._answer(scope, receive, send)
             tasks.cancel_scope.cancel()
 

@@ -8,6 +8,7 @@ from contextlib import aclosing, suppress
 
 from starlette.types import Message, Receive, Scope, Send
 
+from bullet_graph.serve.answers import call_when_gone
 from bullet_graph.serve.errors import ApiError
 from bullet_graph.serve.prompt_keys import prompt_keys
 
@@ -49,7 +50,7 @@ class Forwarder(ABC):
             forward = tasks.create_task(self._forward(scope, body, send))
             self._running.add(forward)
             forward.add_done_callback(self._running.discard)
-            watch = tasks.create_task(_until_gone(receive, forward))
+            watch = tasks.create_task(call_when_gone(receive, forward.cancel))
             with suppress(asyncio.CancelledError):
                 await asyncio.wait([forward])
             watch.cancel()
@@ -89,12 +90,6 @@ async def _break_off(start: Message, told: ApiError, send: Send) -> None:
         raise told
     event = b"data: " + told.json() + b"\n\ndata: [DONE]\n\n"
     await send({"type": "http.response.body", "body": event, "more_body": False})
-
-
-async def _until_gone(receive: Receive, forward: asyncio.Task[None]) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
-    forward.cancel()
 
 
 async def _nothing() -> Message:
