@@ -161,11 +161,6 @@ def _check(table: PerfTable, shape: DecoderShape) -> None:
             f"the performance table is of {table.key.model}, another model or number format than the one to predict: "
             "run `bullet-graph profile` for this one"
         )
-    if table.key.dtype not in _DTYPE_BYTES:
-        raise PerfTableError(
-            f"the performance table's dtype must be one of {', '.join(_DTYPE_BYTES)}, found "
-            f"{table.key.dtype!r}: run `bullet-graph profile` with one of them"
-        )
 
 
 # ---- one lane ----

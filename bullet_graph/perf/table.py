@@ -115,7 +115,7 @@ class TableKey:
     num_sms: Count
     model: str
     shape: Mapping[str, Amount]
-    dtype: str
+    dtype: Annotated[str, Field(pattern=r"^(bfloat16|float16|float32)$")]
     kernels: Mapping[str, str]
 
 

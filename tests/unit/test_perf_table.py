@@ -111,6 +111,7 @@ def test_an_edit_is_detected(path: Path, edit: Change) -> None:
         (lambda c: c["key"].pop("gpu"), "its fields are not .*gpu"),
         (lambda c: c.update(key=None), "its fields are not"),
         (lambda c: c["key"].update(num_sms=132.5), "its fields are not .*key.num_sms: .*132.5"),
+        (lambda c: c["key"].update(dtype="int3"), "key.dtype: .*bfloat16.*, found 'int3'"),
         (lambda c: c["points"].update(decode=5), "its fields are not"),
         (lambda c: c["points"]["split"][1].pop("tokens"), "its fields are not .*tokens"),
         *(
