@@ -446,7 +446,6 @@ def _chunk_load(scheduled: ScheduledStep, num_layers: int) -> ChunkLoad:
     """A step of the prefill lane before its first launch."""
     prefill = scheduled.step.prefill
     assert prefill is not None  # the prefill lane has nothing else
-    lengths, cached = np.diff(prefill.q_indptr).tolist(), prefill.starts.tolist()
-    pairs = sum(attention_pairs(tokens, before) for tokens, before in zip(lengths, cached, strict=True))
+    pairs = sum(map(attention_pairs, np.diff(prefill.q_indptr).tolist(), prefill.starts.tolist()))
     deadline_s = min(sequence.deadline_s for sequence in scheduled.touched)
     return ChunkLoad(len(prefill.token_ids), pairs, num_layers, deadline_s)
