@@ -54,6 +54,18 @@ def dummy_weights(config: ModelConfig, *, dtype: torch.dtype, device: torch.devi
     return weights
 
 
+def read_weights(
+    folder: Path, config: ModelConfig | None = None, *, dtype: torch.dtype = torch.float32, device: str = "cpu"
+) -> ModelWeights:
+    """A checkpoint's weights, held as its config says or as the one given."""
+    config = config or load_model_config(folder)
+    with open_checkpoint(folder, config) as checkpoint:
+        weights = zero_weights(config, dtype=dtype, device=torch.device(device))
+        num_bytes = sum(checkpoint.fill(weights))
+        assert num_bytes == checkpoint.num_bytes or config.stored_head_dim is not None
+    return weights
+
+
 def new_decoder(
     config: ModelConfig,
     *,
@@ -84,9 +96,6 @@ def new_decoder(
 def read_decoder(folder: Path, *, num_blocks: int, dtype: torch.dtype, device: str) -> Decoder:
     """A checkpoint's weights, with a cache of blocks of 16 tokens."""
     config, on = load_model_config(folder), torch.device(device)
-    weights = zero_weights(config, dtype=dtype, device=on)
-    with open_checkpoint(folder, config) as checkpoint:
-        for _ in checkpoint.fill(weights):
-            pass
+    weights = read_weights(folder, config, dtype=dtype, device=device)
     cache = KVCache(config, num_blocks=num_blocks, block_tokens=16, dtype=dtype, device=on)
     return Decoder(config, weights, cache, cos_sin_tables(config, num_blocks * 16, on))

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoints import Family, write_checkpoint
-from decoders import VARIANTS, new_decoder
+from decoders import VARIANTS, new_decoder, read_weights
 from fp8_checkpoints import FORMS, change_config, write_fp8_checkpoint
 from interpreted_fp8 import rounding
 
@@ -14,12 +14,10 @@ from bullet_graph.errors import CheckpointError, UnsupportedModelError
 from bullet_graph.hardware import H200
 from bullet_graph.kernels.fp8 import FP8, dequantize_weight, quantize_weight
 from bullet_graph.kernels.ops import Experts, Linear, TorchOps
-from bullet_graph.models.checkpoint import open_checkpoint
-from bullet_graph.models.config import ModelConfig
 from bullet_graph.models.layers import Mixture
 from bullet_graph.models.presets import PRESETS, load_model_config
 from bullet_graph.models.quantization import in_formats
-from bullet_graph.models.weights import ModelWeights, checkpoint_views, zero_weights
+from bullet_graph.models.weights import ModelWeights, checkpoint_views
 from bullet_graph.perf.roofline import Fp8Weights, Roofline, decode_weight_bytes, touched_experts
 
 pytest.importorskip("triton", reason="Triton is published for Linux only")
@@ -91,15 +89,6 @@ def test_kernels_equal_the_reference(first: bool | None, last: bool | None, hidd
 # ---- checkpoints ----
 
 
-def load(folder: Path, config: ModelConfig | None = None) -> ModelWeights:
-    config = config or load_model_config(folder)
-    with open_checkpoint(folder, config) as checkpoint:
-        weights = zero_weights(config, dtype=torch.float32, device=CPU)
-        for _ in checkpoint.fill(weights):
-            pass
-    return weights
-
-
 def held(weights: ModelWeights, block: str, names: tuple[str, str, str]) -> dict[str, torch.Tensor]:
     """All experts' weights in float32, by the checkpoint's names."""
     found = {}
@@ -140,7 +129,7 @@ def test_experts_are_held_as_they_are_stored(
     routers = ["re:.*mlp.gate$", "re:.*shared_expert_gate", "lm_head", "model.layers.0.block_sparse_moe.gate"]
     key = "ignore" if form.startswith("compressed") else "modules_to_not_convert"
     change_config(tmp_path, quantization_config=FORMS[form][0] | {key: routers})
-    weights = load(tmp_path)
+    weights = read_weights(tmp_path)
     found = held(weights, block, names)
     assert len(found) == sum(".experts." in name or "shared_expert." in name for name in expected)
     for name, tensor in found.items():
@@ -154,8 +143,8 @@ def test_experts_are_held_as_they_are_stored(
 def test_experts_are_quantized_while_they_are_loaded(tmp_path: Path, family: Family) -> None:
     write_checkpoint(tmp_path, family, tokenizer=False)
     config = load_model_config(tmp_path)
-    plain = load(tmp_path)
-    weights = load(tmp_path, in_formats(config, quantization="fp8", kv_cache_dtype="auto"))
+    plain = read_weights(tmp_path)
+    weights = read_weights(tmp_path, in_formats(config, quantization="fp8", kv_cache_dtype="auto"))
     for layer, expected in zip(weights.layers, plain.layers, strict=True):
         found, own = layer.mlp.experts, expected.mlp.experts
         assert torch.equal(found.router.weight, own.router.weight)
@@ -174,10 +163,10 @@ def test_what_is_refused(tmp_path: Path) -> None:
         load_model_config(tmp_path)
     change_config(tmp_path, quantization_config=FORMS[BLOCKS][0], moe_intermediate_size=96)
     with pytest.raises(UnsupportedModelError, match=r"multiples of 128 .* intermediate_size 96"):
-        load(tmp_path)
+        read_weights(tmp_path)
     change_config(tmp_path, quantization_config=FORMS["fp8 tensor"][0], num_experts=7, moe_intermediate_size=128)
     with pytest.raises(CheckpointError, match=r"experts\.6\.gate_proj"):
-        load(tmp_path)
+        read_weights(tmp_path)
 
 
 # ---- bytes and times ----

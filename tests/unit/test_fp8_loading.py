@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import write_checkpoint
-from decoders import VARIANTS, dummy_weights, new_decoder
+from decoders import VARIANTS, dummy_weights, new_decoder, read_weights
 from fp8_checkpoints import FORMS, SIZES, change_config, compressed, write_fp8_checkpoint
 from safetensors.torch import load_file, save_file
 from transformers.integrations.finegrained_fp8 import _dequantize_fp8_weight
@@ -16,25 +16,15 @@ from bullet_graph.config import EngineConfig
 from bullet_graph.errors import CheckpointError, ConfigError, ModelError, UnsupportedModelError
 from bullet_graph.kernels.fp8 import FP8, dequantize_weight, quantize_weight
 from bullet_graph.kernels.ops import Linear, TorchOps
-from bullet_graph.models.checkpoint import open_checkpoint
-from bullet_graph.models.config import ModelConfig, with_padded_heads
+from bullet_graph.models.config import with_padded_heads
 from bullet_graph.models.presets import PRESETS, load_model_config
 from bullet_graph.models.quantization import in_formats
-from bullet_graph.models.weights import ModelWeights, zero_weights
+from bullet_graph.models.weights import ModelWeights
 from bullet_graph.perf.roofline import Fp8Weights
 
 CPU = torch.device("cpu")
 FILE = "model.safetensors"
 BLOCKS = "fp8 block"
-
-
-def load(folder: Path, config: ModelConfig | None = None) -> ModelWeights:
-    config = config or load_model_config(folder)
-    with open_checkpoint(folder, config) as checkpoint:
-        weights = zero_weights(config, dtype=torch.float32, device=CPU)
-        num_bytes = sum(checkpoint.fill(weights))
-        assert num_bytes == checkpoint.num_bytes or config.stored_head_dim is not None
-    return weights
 
 
 def projections(weights: ModelWeights) -> dict[str, Linear]:
@@ -64,7 +54,7 @@ def dequantized(linear: Linear) -> torch.Tensor:
 @pytest.mark.parametrize("form", FORMS)
 def test_every_form_is_held_as_it_is_stored(tmp_path: Path, form: str) -> None:
     expected = write_fp8_checkpoint(tmp_path, form)
-    weights = load(tmp_path)
+    weights = read_weights(tmp_path)
     for name, linear in projections(weights).items():
         assert linear.weight.dtype is FP8
         assert linear.scale is not None
@@ -83,7 +73,7 @@ def test_transformers_dequantizes_to_the_same_weights(tmp_path: Path, form: str,
         for name, tensor in tensors.items()
         if tensor.dtype is FP8
     }
-    for name, linear in projections(load(tmp_path)).items():
+    for name, linear in projections(read_weights(tmp_path)).items():
         torch.testing.assert_close(dequantized(linear), stored_as(name, theirs), rtol=1e-6, atol=0)
 
 
@@ -96,8 +86,8 @@ def test_scales_follow_rows_that_are_held_in_another_order(tmp_path: Path) -> No
     (tmp_path / "plain").mkdir()
     save_file(tensors, tmp_path / "plain" / FILE)
     for head_dims in ((), (128,)):
-        quantized = load(tmp_path, with_padded_heads(config, head_dims))
-        reference = load(tmp_path / "plain", with_padded_heads(plain, head_dims))
+        quantized = read_weights(tmp_path, with_padded_heads(config, head_dims))
+        reference = read_weights(tmp_path / "plain", with_padded_heads(plain, head_dims))
         for name, linear in projections(quantized).items():
             torch.testing.assert_close(dequantized(linear), projections(reference)[name].weight, rtol=1e-6, atol=0)
 
@@ -122,7 +112,7 @@ def test_projections_that_stay_plain(tmp_path: Path, form: str) -> None:
     change_config(tmp_path, quantization_config=quantization | {key: names})
     config = load_model_config(tmp_path)
     assert config.fp8 == Fp8Weights(form == BLOCKS, ("qkv", "down"), is_stored=True)
-    for name, linear in projections(load(tmp_path)).items():
+    for name, linear in projections(read_weights(tmp_path)).items():
         assert (linear.scale is None) == name.endswith(("qkv", "down"))
         torch.testing.assert_close(dequantized(linear), stored_as(name, expected), rtol=1e-6, atol=0)
 
@@ -196,13 +186,13 @@ def test_broken_checkpoint(tmp_path: Path, name: str) -> None:
     tensors = load_file(tmp_path / FILE) | add
     save_file({name: tensor for name, tensor in tensors.items() if name != drop}, tmp_path / FILE)
     with pytest.raises(CheckpointError, match=problem):
-        load(tmp_path)
+        read_weights(tmp_path)
 
 
 def test_blocks_that_cross_modules_are_refused(tmp_path: Path) -> None:
     write_fp8_checkpoint(tmp_path, BLOCKS, intermediate_size=192)
     with pytest.raises(UnsupportedModelError, match="multiples of 128 channels"):
-        load(tmp_path)
+        read_weights(tmp_path)
 
 
 # ---- quantized while loading ----
@@ -212,7 +202,7 @@ def test_a_plain_checkpoint_is_quantized_by_channel(tmp_path: Path) -> None:
     state = write_checkpoint(tmp_path, "qwen2", tokenizer=False, dtype=torch.bfloat16, **SIZES).state_dict()
     config = in_formats(load_model_config(tmp_path), quantization="fp8", kv_cache_dtype="auto")
     assert config.fp8 == Fp8Weights()
-    for name, linear in projections(load(tmp_path, config)).items():
+    for name, linear in projections(read_weights(tmp_path, config)).items():
         values, scale = quantize_weight(stored_as(name, state).float(), blocks=False)
         assert torch.equal(linear.weight.float(), values.float())
         assert linear.scale is not None

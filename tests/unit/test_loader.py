@@ -10,12 +10,11 @@ from unittest.mock import Mock
 import pytest
 import torch
 from checkpoints import EXPERT_FAMILIES, FAMILIES, MORE_FAMILIES, Family, write_checkpoint
-from decoders import dummy_weights
+from decoders import dummy_weights, read_weights
 from safetensors.torch import load_file, save_file
 
 from bullet_graph.errors import CheckpointError
 from bullet_graph.models import weights as loader
-from bullet_graph.models.checkpoint import open_checkpoint
 from bullet_graph.models.presets import PRESETS, load_model_config
 from bullet_graph.models.weights import ModelWeights, fill_dummy, skewed_router_bias, weight_shapes, zero_weights
 
@@ -23,14 +22,6 @@ CPU = torch.device("cpu")
 FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 Tensors = dict[str, torch.Tensor]
 Make = Callable[..., Path]
-
-
-def load(folder: Path, dtype: torch.dtype = torch.float32) -> ModelWeights:
-    config = load_model_config(folder)
-    with open_checkpoint(folder, config) as checkpoint:
-        weights = zero_weights(config, dtype=dtype, device=CPU)
-        assert sum(checkpoint.fill(weights)) == checkpoint.num_bytes
-    return weights
 
 
 def tensors_of(value: object, name: str = "") -> Tensors:
@@ -93,7 +84,7 @@ def test_fused_tensors_equal_those_of_transformers(tmp_path: Path, family: Famil
     for index in range(2):
         for ours, theirs in parts.items():
             expected[f".layers.{index}.{ours}"] = [f"model.layers.{index}.{name}" for name in theirs]
-    found = tensors_of(load(tmp_path))
+    found = tensors_of(read_weights(tmp_path))
     assert found.keys() == expected.keys()
     for ours, theirs in expected.items():
         kind = "bias" if ours.endswith("bias") else "weight"
@@ -119,7 +110,7 @@ def test_stacked_experts_equal_those_of_transformers(tmp_path: Path, family: Fam
     # As published: one tensor for each matrix of each expert.
     assert weight_shapes(config) == {name: tuple(tensor.shape) for name, tensor in stored.items()}
     assert config.num_parameters == sum(parameter.numel() for parameter in model.parameters())
-    for index, layer in enumerate(load(tmp_path).layers):
+    for index, layer in enumerate(read_weights(tmp_path).layers):
         mlp = {name.partition(".mlp.")[2]: tensor for name, tensor in state.items() if f".{index}.mlp." in name}
         expected = [mlp["gate.weight"], mlp["experts.gate_up_proj"], mlp["experts.down_proj"]]
         if "shared_expert_gate.weight" in mlp:
@@ -147,12 +138,12 @@ def test_presets_have_the_published_number_of_parameters(name: str, expected: in
 
 def test_tied_embeddings_are_one_tensor_whatever_else_is_stored(make: Make) -> None:
     folder = make(tie=True)
-    before = load(folder)
+    before = read_weights(folder)
     assert before.lm_head is before.embed
     assert HEAD not in load_file(folder / FILE)
     inv_freq = "model.layers.0.self_attn.rotary_emb.inv_freq"
     edited(folder, add={HEAD: torch.zeros(320, 64), inv_freq: torch.zeros(8)})
-    after = load(folder)
+    after = read_weights(folder)
     assert after.lm_head is after.embed
     assert_equal(before, after)
 
@@ -161,7 +152,7 @@ def test_tied_embeddings_are_one_tensor_whatever_else_is_stored(make: Make) -> N
 @pytest.mark.parametrize("wanted", [torch.float32, torch.bfloat16, torch.float16])
 def test_dtype_conversion(tmp_path: Path, stored: torch.dtype, wanted: torch.dtype) -> None:
     model = write_checkpoint(tmp_path, "qwen2", num_layers=1, dtype=stored, tokenizer=False)
-    weights = load(tmp_path, wanted)
+    weights = read_weights(tmp_path, dtype=wanted)
     assert {tensor.dtype for tensor in tensors_of(weights).values()} == {wanted}
     down = model.state_dict()["model.layers.0.mlp.down_proj.weight"]
     assert down.dtype == stored
@@ -170,7 +161,7 @@ def test_dtype_conversion(tmp_path: Path, stored: torch.dtype, wanted: torch.dty
 
 def test_weights_outlive_the_files(make: Make) -> None:
     folder = make()
-    weights = load(folder)
+    weights = read_weights(folder)
     before = {name: tensor.clone() for name, tensor in tensors_of(weights).items()}
     path = folder / FILE
     path.write_bytes(bytes(path.stat().st_size))
@@ -288,7 +279,7 @@ def test_broken_checkpoint(make: Make, name: str) -> None:
     folder = make(shards=shards)
     break_it(folder)
     with pytest.raises(CheckpointError, match=problem):
-        load(folder)
+        read_weights(folder)
 
 
 def test_nothing_is_allocated_before_the_headers_are_checked(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -297,7 +288,7 @@ def test_nothing_is_allocated_before_the_headers_are_checked(make: Make, monkeyp
     zeros = Mock(wraps=torch.zeros)
     monkeypatch.setattr(loader.torch, "zeros", zeros)
     with pytest.raises(CheckpointError):
-        load(folder)
+        read_weights(folder)
     assert {call.kwargs["device"].type for call in zeros.call_args_list} == {"meta"}
 
 
