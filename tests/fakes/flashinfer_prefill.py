@@ -153,13 +153,14 @@ class PlainRing:
 
 
 def install(monkeypatch: pytest.MonkeyPatch) -> Runs:
-    """Put these modules in place of FlashInfer's, on the CPU as a GPU of four SMs; returns what they have run."""
+    """Put these modules in place of FlashInfer's, on the CPU as a Hopper of four SMs; returns what they have run."""
     found: Runs = []
     monkeypatch.setattr(flashinfer_attention, "load_module", lambda spec: FakeModule(spec, found))
     for module in (flashinfer_attention, memory):
         monkeypatch.setattr(module, "PinnedRing", PlainRing)
     properties = SimpleNamespace(multi_processor_count=4)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
     # Triton's interpreter has no programmatic dependent launch.
     monkeypatch.setattr(Gpu, "overlaps_launches", False)
     return found

@@ -36,7 +36,6 @@ NUM_BLOCKS, MAX_BATCH_SIZE = 16, 4
 @torch.inference_mode()
 def test_a_prompt_beside_the_most_rows_that_decode(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
     for name in ("synchronize", "graph_pool_handle"):
         monkeypatch.setattr(torch.cuda, name, lambda: None)
     config = replace(PRESETS["tiny"], num_layers=1)

@@ -86,6 +86,8 @@ NO_SHARES = (0.0, -0.1, 1.01, math.nan, math.inf, "0.9", None)
         ("load_format", ("gguf", None), "one of auto, safetensors, dummy"),
         ("dtype", ("int8",), "one of auto, bfloat16, float16, float32"),
         ("device", ("tpu",), "one of auto, cuda, cpu"),
+        ("quantization", ("int8",), "one of fp8"),
+        ("kv_cache_dtype", ("int8",), "one of auto, fp8"),
         ("prompt_order", ("shortest",), "one of arrival, longest-output"),
         ("ready", ("soon",), "one of hot, all"),
     ],

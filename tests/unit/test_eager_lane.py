@@ -11,6 +11,7 @@ pytest.importorskip("triton", reason="Triton is published for Linux only")
 from decoders import new_decoder
 from fakes.flashinfer_prefill import Runs, install
 from forward_rows import make_rows
+from interpreted_fp8 import rounding
 
 from bullet_graph.kernels.ops import TorchOps
 from bullet_graph.kernels.sampler import SamplingState, token_logprobs
@@ -18,11 +19,14 @@ from bullet_graph.models.config import ModelConfig
 from bullet_graph.models.decoder import Decoder
 from bullet_graph.models.layers import eager_functions
 from bullet_graph.models.presets import PRESETS
+from bullet_graph.perf.roofline import Fp8Weights
 from bullet_graph.runtime import eager_lane
 from bullet_graph.runtime.eager_lane import EagerLane
 from bullet_graph.runtime.rows import Chunk
 from bullet_graph.runtime.self_check import reference_logits
 from bullet_graph.runtime.step import Scored
+
+__all__ = ["rounding"]
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="runs Triton's interpreter")
 
@@ -36,6 +40,7 @@ def runs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Run
     """What FlashInfer's modules have run, once they are fakes and the GPU has four SMs; rows run in plain torch."""
     if request.param == "torch":
         monkeypatch.setattr(eager_lane, "TritonOps", lambda *_, **__: TorchOps())
+    monkeypatch.setattr(eager_lane, "FEW_FRESH_ROWS", 0)
     return install(monkeypatch)
 
 
@@ -43,7 +48,17 @@ def filled_decoder(config: ModelConfig) -> Decoder:
     return new_decoder(config, num_blocks=NUM_BLOCKS, block_tokens=BLOCK_TOKENS, random_cache=True)
 
 
-def check_forward(config: ModelConfig, chunks: list[Chunk], decode: list[int]) -> None:
+def assert_near(found: torch.Tensor, expected: torch.Tensor, error: float) -> None:
+    """In FP8, what lies on the border of two numbers may be rounded to either: it has an ``error`` above 0."""
+    if error:
+        assert (found.float() - expected.float()).norm() <= error * expected.float().norm()
+    else:
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def check_forward(
+    config: ModelConfig, chunks: list[Chunk], decode: list[int], *, error: float = 0, cache_error: float = 0
+) -> None:
     """Compare a forward with the reference, and what it has cached."""
     decoder, reference = filled_decoder(config), filled_decoder(config)
     lane = EagerLane(decoder, SamplingState(MAX_SEQS, config.vocab_size, CPU), max_num_seqs=MAX_SEQS, max_rows=64)
@@ -51,10 +66,10 @@ def check_forward(config: ModelConfig, chunks: list[Chunk], decode: list[int]) -
     logits, _ = lane.run(rows)
     token_ids = np.append(rows.token_ids, np.zeros_like(rows.decode_slots))
     expected = reference_logits(reference, eager_functions(TorchOps()), token_ids, rows)
-    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+    assert_near(logits, expected, error)
     for layer in range(config.num_layers):
         for half, wanted in zip(decoder.cache.layer(layer), reference.cache.layer(layer), strict=True):
-            torch.testing.assert_close(half, wanted, rtol=1e-4, atol=1e-4)
+            assert_near(half, wanted, cache_error)
 
 
 # Each batch with the most rows of fresh prompts that share the launch of the others; None: without Hopper's modules,
@@ -106,18 +121,43 @@ def test_each_layer_attends_to_its_window(
     monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], layer_windows: tuple[int | None, ...]
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
-    monkeypatch.setattr(eager_lane, "FEW_FRESH_ROWS", 0)
     chunks = [(9, 8, True), (7, 5, False), (0, 9, True), (0, 1, False)]
     check_forward(replace(CONFIG, layer_windows=layer_windows), chunks, [11, 0, 6])
 
 
 @pytest.mark.parametrize("runs", ["triton"], indirect=True)
 @torch.inference_mode()
-def test_rows_go_through_triton_s_kernels(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
-    monkeypatch.setattr(eager_lane, "FEW_FRESH_ROWS", 0)
+def test_rows_go_through_triton_s_kernels(runs: Runs) -> None:
     check_forward(CONFIG, [(6, 3, False), (0, 4, True)], [3])
     assert len(runs) == 2
+
+
+@pytest.mark.usefixtures("rounding")
+@pytest.mark.parametrize("runs", ["triton"], indirect=True)
+@pytest.mark.parametrize(
+    ("fp8", "fp8_kv", "chunks", "decode", "prefill_runs"),
+    [
+        *(
+            (fp8, fp8_kv, [(3, 2, True), (0, 3, True), (0, 1, False)], [4], [("paged", 1), ("ragged", 2)])
+            for fp8, fp8_kv in ((None, True), (Fp8Weights(), False), (Fp8Weights(blocks=True), True))
+        ),
+        (Fp8Weights(), True, [(0, 4, False), (0, 2, True)], [], [("ragged", 2)]),
+        (Fp8Weights(blocks=True), True, [], [5, 0, 9], []),
+    ],
+)
+@torch.inference_mode()
+def test_forward_in_fp8_equals_the_reference(
+    runs: Runs,
+    chunks: list[Chunk],
+    decode: list[int],
+    prefill_runs: list[tuple[str, int]],
+    fp8: Fp8Weights | None,
+    fp8_kv: bool,
+) -> None:
+    # Over a cache in FP8, queries are rounded, too.
+    config = replace(CONFIG, fp8=fp8, fp8_kv=fp8_kv)
+    check_forward(config, chunks, decode, error=0.06 if fp8_kv else 0.02, cache_error=0.02)
+    assert runs == [("fa3", kind, count) for kind, count in prefill_runs]
 
 
 @pytest.mark.usefixtures("runs")
@@ -127,7 +167,6 @@ def test_rows_go_through_triton_s_kernels(runs: Runs, monkeypatch: pytest.Monkey
 def test_scored_rows_equal_the_reference_beside_sampled_ones(
     monkeypatch: pytest.MonkeyPatch, scored_rows: list[int], layer_windows: tuple[int, ...] | None
 ) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
     monkeypatch.setattr("bullet_graph.models.decoder.SCORED_ROWS", 4)  # in slices
     config = CONFIG if layer_windows is None else replace(CONFIG, layer_windows=layer_windows)
     decoder, reference = filled_decoder(config), filled_decoder(config)

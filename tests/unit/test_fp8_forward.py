@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import torch
 from decoders import VARIANTS, new_decoder
-from fakes.flashinfer_prefill import Runs, install
 from fakes.perf_tables import LLAMA_8B, h200_table
 from forward_rows import make_rows
 from interpreted_fp8 import rounding
@@ -18,7 +17,6 @@ from bullet_graph.hardware import H200
 from bullet_graph.kernels.fp8 import FP8
 from bullet_graph.kernels.memory import KVCache
 from bullet_graph.kernels.ops import HeadNorms, RowInputs, TorchOps
-from bullet_graph.kernels.sampler import SamplingState
 from bullet_graph.models.config import ModelConfig
 from bullet_graph.models.decoder import Decoder
 from bullet_graph.models.layers import eager_functions
@@ -27,7 +25,7 @@ from bullet_graph.models.weights import scale_cached
 from bullet_graph.perf.predict import TableModel
 from bullet_graph.perf.roofline import Fp8Weights, Roofline, decode_weight_bytes, kv_cache_bytes_per_token
 from bullet_graph.perf.table import format_name, own_table_file_name, shape_numbers
-from bullet_graph.runtime import eager_lane, resolve
+from bullet_graph.runtime import resolve
 from bullet_graph.runtime.memory import GIB, DeviceMemory, plan_memory
 from bullet_graph.runtime.resolve import Runtime, check_device
 from bullet_graph.runtime.self_check import reference_logits
@@ -35,7 +33,6 @@ from bullet_graph.runtime.self_check import reference_logits
 pytest.importorskip("triton", reason="Triton is published for Linux only")
 
 from bullet_graph.kernels.triton_ops import TritonOps
-from bullet_graph.runtime.eager_lane import EagerLane
 
 __all__ = ["rounding"]
 
@@ -82,52 +79,6 @@ def test_rope_writes_fp8_that_saturates_and_hands_on_what_is_cached(norms: bool)
         # A step where the rotation's last digit differs.
         torch.testing.assert_close(found, expected, rtol=2**-3, atol=1e-5)
         assert (found != expected).float().mean() < (1 if expected is results[0][0] else 0.01)
-
-
-def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
-    return float((found - expected).norm() / expected.norm())
-
-
-@on_cpu
-@pytest.mark.usefixtures("rounding")
-@pytest.mark.parametrize(
-    ("fp8", "fp8_kv", "chunks", "decode", "prefill_runs"),
-    [
-        *(
-            (fp8, fp8_kv, [(3, 2, True), (0, 3, True), (0, 1, False)], [4], [("paged", 1), ("ragged", 2)])
-            for fp8, fp8_kv in ((None, True), (Fp8Weights(), False), (Fp8Weights(blocks=True), True))
-        ),
-        (Fp8Weights(), True, [(0, 4, False), (0, 2, True)], [], [("ragged", 2)]),
-        (Fp8Weights(blocks=True), True, [], [5, 0, 9], []),
-    ],
-)
-@torch.inference_mode()
-def test_the_eager_lane_equals_the_reference(
-    monkeypatch: pytest.MonkeyPatch,
-    chunks: list[tuple[int, int, bool]],
-    decode: list[int],
-    prefill_runs: list[tuple[str, int]],
-    fp8: Fp8Weights | None,
-    fp8_kv: bool,
-) -> None:
-    runs: Runs = install(monkeypatch)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
-    monkeypatch.setattr(eager_lane, "FEW_FRESH_ROWS", 0)
-    config = replace(CONFIG, fp8=fp8, fp8_kv=fp8_kv)
-    decoder, reference = (
-        new_decoder(config, num_blocks=NUM_BLOCKS, block_tokens=BLOCK_TOKENS, random_cache=True) for _ in range(2)
-    )
-    lane = EagerLane(decoder, SamplingState(MAX_SEQS, config.vocab_size, CPU), max_num_seqs=MAX_SEQS, max_rows=64)
-    rows = make_rows(chunks, decode, num_blocks=NUM_BLOCKS, block_tokens=BLOCK_TOKENS)
-    logits, _ = lane.run(rows)
-    token_ids = np.append(rows.token_ids, np.zeros_like(rows.decode_slots))
-    expected = reference_logits(reference, eager_functions(TorchOps()), token_ids, rows)
-    # What lies on the border of two numbers may be rounded to either. Over a cache in FP8, queries are rounded, too.
-    assert relative_error(logits, expected) < (0.06 if fp8_kv else 0.02)
-    for layer in range(config.num_layers):
-        for half, wanted in zip(decoder.cache.layer(layer), reference.cache.layer(layer), strict=True):
-            assert relative_error(half.float(), wanted.float()) < 0.02
-    assert runs == [("fa3", kind, count) for kind, count in prefill_runs]
 
 
 @pytest.mark.parametrize("variant", ["plain", "qwen2", "gemma3", "olmo2", "fp8", "fp8-blocks"])
