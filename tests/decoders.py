@@ -1,6 +1,6 @@
 """Decoders of random weights, or of a checkpoint's, for tests of what runs forwards."""
 
-from dataclasses import replace
+from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 
 import torch
@@ -64,6 +64,18 @@ def read_weights(
         num_bytes = sum(checkpoint.fill(weights))
         assert num_bytes == checkpoint.num_bytes or config.stored_head_dim is not None
     return weights
+
+
+def tensors_of(value: object, name: str = "") -> dict[str, torch.Tensor]:
+    """Every tensor of nested weights, by its path."""
+    if isinstance(value, torch.Tensor):
+        return {name: value}
+    parts = dict(enumerate(value)) if isinstance(value, tuple) else {}
+    if hasattr(value, "_asdict"):
+        parts = value._asdict()
+    elif is_dataclass(value):
+        parts = {field.name: getattr(value, field.name) for field in fields(value) if field.init}
+    return {k: v for key, part in parts.items() for k, v in tensors_of(part, f"{name}.{key}").items()}
 
 
 def new_decoder(

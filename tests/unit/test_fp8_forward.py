@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from decoders import VARIANTS, new_decoder
+from decoders import VARIANTS, new_decoder, tensors_of
 from fakes.perf_tables import LLAMA_8B, h200_table
 from forward_rows import make_rows
 from interpreted_fp8 import rounding
@@ -120,19 +120,15 @@ def test_bytes_follow_the_format() -> None:
     assert kv_cache_bytes_per_token(plain, dtype_bytes=2) == 131072
 
 
-def test_weights_take_the_memory_that_the_ledger_counts() -> None:
-    for variant in ("fp8", "fp8-blocks", "plain"):
-        config = replace(VARIANTS[variant], fp8_kv=True)
-        decoder = new_decoder(config, num_blocks=3)
-        layers = [layer.attention.qkv for layer in decoder.weights.layers]
-        layers += [layer.attention.o for layer in decoder.weights.layers]
-        layers += [each for layer in decoder.weights.layers for each in (layer.mlp.gate_up, layer.mlp.down)]
-        tensors = [decoder.weights.embed, decoder.weights.lm_head, decoder.weights.final_norm]
-        tensors += [tensor for linear in layers for tensor in linear[:3] if isinstance(tensor, torch.Tensor)]
-        tensors += [norm for layer in decoder.weights.layers for norm in (layer.input_norm, layer.mlp_norm)]
-        assert sum(tensor.nbytes for tensor in tensors) == config.weight_bytes(4)
-        cache = decoder.cache.layer(0)[0]
-        assert 2 * config.num_layers * cache.nbytes == 3 * 16 * kv_cache_bytes_per_token(config, dtype_bytes=4)
+@pytest.mark.parametrize(
+    "variant", ["plain", "fp8", "fp8-blocks", "fp8 experts", "fp8-blocks experts", "shared expert"]
+)
+def test_weights_and_cache_take_the_memory_that_the_ledger_counts(variant: str) -> None:
+    config = replace(VARIANTS[variant], fp8_kv=True)
+    decoder = new_decoder(config, num_blocks=3)
+    assert sum(tensor.nbytes for tensor in tensors_of(decoder.weights).values()) == config.weight_bytes(4)
+    cache = decoder.cache.layer(0)[0]
+    assert 2 * config.num_layers * cache.nbytes == 3 * 16 * kv_cache_bytes_per_token(config, dtype_bytes=4)
 
 
 def test_an_fp8_cache_holds_twice_the_tokens() -> None:

@@ -2,7 +2,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from unittest.mock import Mock
@@ -10,7 +10,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from checkpoints import EXPERT_FAMILIES, FAMILIES, MORE_FAMILIES, Family, write_checkpoint
-from decoders import dummy_weights, read_weights
+from decoders import dummy_weights, read_weights, tensors_of
 from safetensors.torch import load_file, save_file
 
 from bullet_graph.errors import CheckpointError
@@ -22,18 +22,6 @@ CPU = torch.device("cpu")
 FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 Tensors = dict[str, torch.Tensor]
 Make = Callable[..., Path]
-
-
-def tensors_of(value: object, name: str = "") -> Tensors:
-    """Every tensor of nested weights, by its path."""
-    if isinstance(value, torch.Tensor):
-        return {name: value}
-    parts = dict(enumerate(value)) if isinstance(value, tuple) else {}
-    if hasattr(value, "_asdict"):
-        parts = value._asdict()
-    elif is_dataclass(value):
-        parts = {field.name: getattr(value, field.name) for field in fields(value) if field.init}
-    return {k: v for key, part in parts.items() for k, v in tensors_of(part, f"{name}.{key}").items()}
 
 
 def assert_equal(one: ModelWeights, other: ModelWeights) -> None:
