@@ -108,10 +108,7 @@ NOT_HONOURED = [verdict for verdict in Verdict if verdict is not Verdict.HONOURE
         # An offset that cannot be tried may be the second one.
         ({OFFSET: Verdict.HONOURED, 0x600: Verdict.NOT_TRIED}, r"to be tried, but 0x600 was not \(what it"),
         *(
-            (
-                {OFFSET: [Verdict.HONOURED] * (1 + proofs_held) + [verdict]},
-                f"0x51c must hold .* {verdict} .what it said.",
-            )
+            ({OFFSET: [Verdict.HONOURED] * (1 + proofs_held) + [verdict]}, f"0x51c must .* {verdict} .what it said.")
             for verdict in NOT_HONOURED
             for proofs_held in (0, 1)
         ),

@@ -28,34 +28,21 @@ from bullet_graph.models.tokenizer import Tokenizer
 from bullet_graph.perf.metrics import RequestMetrics
 from bullet_graph.sampling_params import SamplingParams, StructuredOutputs
 
-# As the frontend of ai-dynamo 1.6.1 sends it.
+STOPS = (
+    *("max_tokens", "stop", "stop_token_ids", "stop_token_ids_visible", "stop_token_ids_hidden", "min_tokens"),
+    *("ignore_eos", "max_thinking_tokens"),
+)
+SAMPLING = (
+    *("n", "best_of", "temperature", "top_p", "top_k", "min_p", "use_beam_search", "length_penalty", "seed"),
+    *("include_stop_str_in_output", "guided_decoding"),
+)
+# As the frontend of ai-dynamo 1.6.1 sends it: with all keys, most of which say nothing.
 REQUEST: dict[str, Any] = {
     "model": "tiny",
     "token_ids": [1, 2, 3],
-    "stop_conditions": {
-        "max_tokens": None,
-        "stop": None,
-        "stop_token_ids": None,
-        "stop_token_ids_visible": None,
-        "stop_token_ids_hidden": [257],
-        "min_tokens": None,
-        "ignore_eos": None,
-        "max_thinking_tokens": None,
-    },
-    "sampling_options": {
-        "n": None,
-        "best_of": None,
-        "temperature": None,
-        "top_p": None,
-        "top_k": None,
-        "min_p": None,
-        "use_beam_search": None,
-        "length_penalty": None,
-        "seed": None,
-        "include_stop_str_in_output": None,
-        "guided_decoding": None,
-    },
-    "output_options": {"logprobs": None, "prompt_logprobs": None, "skip_special_tokens": None},
+    "stop_conditions": dict.fromkeys(STOPS) | {"stop_token_ids_hidden": [257]},
+    "sampling_options": dict.fromkeys(SAMPLING),
+    "output_options": dict.fromkeys(("logprobs", "prompt_logprobs", "skip_special_tokens")),
     "eos_token_ids": [257],
     "annotations": [],
     "routing": {"dp_rank": 0},

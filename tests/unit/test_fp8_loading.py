@@ -118,9 +118,6 @@ def test_projections_that_stay_plain(tmp_path: Path, form: str) -> None:
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "awq": ({"quant_method": "awq", "bits": 4}, r"quant_method must be FP8 .*found 'awq'"),
-    "gptq": ({"quant_method": "gptq"}, "found 'gptq'"),
-    "bitsandbytes": ({"quant_method": "bitsandbytes", "load_in_8bit": True}, "found 'bitsandbytes'"),
-    "mxfp4": ({"quant_method": "mxfp4"}, "found 'mxfp4'"),
     "nvfp4 of modelopt": ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "found 'modelopt'"),
     "no method": ({}, "quant_method must be .* found no such key"),
     "other blocks": ({"quant_method": "fp8", "weight_block_size": [64, 64]}, r"weight_block_size must be \[128, 128\]"),
@@ -135,23 +132,14 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         compressed() | {"config_groups": {"a": {"targets": ["Linear"], "weights": {"num_bits": 8, "type": "float"}}}},
         "input_activations must be an object",
     ),
-    "some targets": (
-        compressed() | {"config_groups": {"a": {"targets": ["re:.*q_proj"]}}},
-        r"targets must be \[\"Linear\"\]",
-    ),
+    "some targets": (compressed() | {"config_groups": {"a": {"targets": ["re:.*q_proj"]}}}, "targets must be .*Linear"),
     "heads' scales": (
         compressed(strategy="tensor") | {"kv_cache_scheme": {"num_bits": 8, "type": "float", "strategy": "head"}},
         "one FP8 scale a layer",
     ),
     "a part of qkv": ({"quant_method": "fp8", "ignored_layers": ["q_proj"]}, "alike in all layers, and for all of"),
-    "a layer": (
-        {"quant_method": "fp8", "ignored_layers": ["model.layers.0"]},
-        "2 of|2 stay|1 stay|alike in all layers",
-    ),
-    "everything": (
-        {"quant_method": "fp8", "ignored_layers": ["self_attn", "re:.*mlp.*", "re:.*self_attn"]},
-        "all projections",
-    ),
+    "a layer": ({"quant_method": "fp8", "ignored_layers": ["model.layers.0"]}, "alike in all layers"),
+    "everything": ({"quant_method": "fp8", "ignored_layers": ["re:.*mlp.*", "re:.*self_attn"]}, "all projections"),
 }
 
 
