@@ -13,7 +13,6 @@ from bullet_graph.serve.forward import EngineGoneError, Forwarder
 from bullet_graph.serve.prompt_keys import prompt_keys
 
 JSON, STREAM = b"application/json", b"text/event-stream; charset=utf-8"
-NOTHING: tuple[Message, ...] = ()
 Answer = Callable[[], AsyncGenerator[Message, None]]
 
 
@@ -25,32 +24,20 @@ def part(body: bytes, *, more: bool = True) -> Message:
     return {"type": "http.response.body", "body": body, "more_body": more}
 
 
-async def whole() -> AsyncGenerator[Message, None]:
-    yield start()
-    yield part(b"answer", more=False)
+def answering(*messages: Message, error: Exception | None = None) -> Answer:
+    async def answer() -> AsyncGenerator[Message, None]:
+        for message in messages:
+            yield message
+        if error is not None:
+            raise error
+
+    return answer
 
 
-async def gone() -> AsyncGenerator[Message, None]:
-    for message in NOTHING:
-        yield message
-    raise EngineGoneError("engine 0")
-
-
-async def gone_within() -> AsyncGenerator[Message, None]:
-    yield start()
-    yield part(b"data: 1\n\n")
-    raise EngineGoneError("engine 0")
-
-
-async def gone_within_json() -> AsyncGenerator[Message, None]:
-    yield start(JSON)
-    raise EngineGoneError("engine 0")
-
-
-async def none_there() -> AsyncGenerator[Message, None]:
-    for message in NOTHING:
-        yield message
-    raise ApiError(503, "none of 2 engines answers")
+GONE = EngineGoneError("engine 0")
+whole = answering(start(), part(b"answer", more=False))
+gone = answering(error=GONE)
+none_there = answering(error=ApiError(503, "none of 2 engines answers"))
 
 
 class Scripted(Forwarder):
@@ -106,7 +93,7 @@ def test_a_request_that_no_engine_takes_gets_an_error(answer: Answer, told: str)
 
 
 def test_a_stream_that_breaks_off_ends_with_an_error() -> None:
-    sent = asyncio.run(ask(Scripted(gone_within, whole)))
+    sent = asyncio.run(ask(Scripted(answering(start(), part(b"data: 1\n\n"), error=GONE), whole)))
     first, error, done = body_of(sent).split(b"\n\n")[:3]
     assert (first, done) == (b"data: 1", b"data: [DONE]")
     assert b"engine_gone" in error
@@ -115,7 +102,7 @@ def test_a_stream_that_breaks_off_ends_with_an_error() -> None:
 
 def test_an_answer_that_is_no_stream_breaks_off() -> None:
     with pytest.raises(ExceptionGroup) as raised:
-        asyncio.run(ask(Scripted(gone_within_json)))
+        asyncio.run(ask(Scripted(answering(start(JSON), error=GONE))))
     assert raised.group_contains(ApiError)
 
 

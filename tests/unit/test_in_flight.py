@@ -188,13 +188,13 @@ def lane_sms(loop: CoreLoop) -> LaneSms:
     return {(lane, p): m[lane].sms for p, m in masks.items() for lane in LANES}
 
 
-def told_of(loop: CoreLoop, *, limit_s: float, config: EngineConfig, lane_sms: LaneSms) -> tuple[str, ...]:
+def told_of(loop: CoreLoop, lane_sms: LaneSms, *, limit_s: float = -1) -> tuple[str, ...]:
     now_s = loop.executor.now()
-    return stalled_launches(loop.core.in_flight, now_s=now_s, limit_s=limit_s, config=config, lane_sms=lane_sms)
+    return stalled_launches(loop.core.in_flight, now_s=now_s, limit_s=limit_s, config=CONFIG, lane_sms=lane_sms)
 
 
 def test_both_lanes_are_named_with_graph_and_mask(loop: CoreLoop, lane_sms: LaneSms) -> None:
-    told = told_of(loop, limit_s=-1, config=CONFIG, lane_sms=lane_sms)
+    told = told_of(loop, lane_sms)
     by_lane = {text.partition(" ")[0]: text for text in told}
     assert by_lane.keys() == {"decode", "prefill"}
     graph = "decode graph of batch size 8 (7 rows) on 48 SMs (TPC mask 0xffffff, SMs 0-47) has not finished after "
@@ -207,9 +207,9 @@ def test_both_lanes_are_named_with_graph_and_mask(loop: CoreLoop, lane_sms: Lane
 
 
 def test_only_what_is_older_than_the_limit_is_told(loop: CoreLoop, lane_sms: LaneSms) -> None:
-    assert told_of(loop, limit_s=10.0, config=CONFIG, lane_sms=lane_sms) == ()
+    assert told_of(loop, lane_sms, limit_s=10.0) == ()
     loop.run()
-    assert told_of(loop, limit_s=-1, config=CONFIG, lane_sms=lane_sms) == ()
+    assert told_of(loop, lane_sms) == ()
     assert set(loop.core.in_flight.oldest.values()) == {None}
 
 
@@ -219,7 +219,7 @@ def test_a_launch_that_the_driver_has_not_taken_comes_last(loop: CoreLoop, lane_
     flight, since_s = oldest
     assert loop.core.in_flight.launching is None
     loop.core.in_flight.launching = flight.scheduled.step, flight.placement, since_s
-    *_, last = told_of(loop, limit_s=-1, config=CONFIG, lane_sms=lane_sms)
+    *_, last = told_of(loop, lane_sms)
     assert "is still being launched after" in last
 
 

@@ -26,22 +26,12 @@ def engine() -> SimulatedEngine:
 
 
 def add(engine: SimulatedEngine, name: str, prompt_tokens: int, slo: Slo = SLO) -> None:
-    params = SamplingParams(max_tokens=4)
-    sequence = Sequence(
-        name,
-        0,
-        np.random.default_rng(int(name)).integers(0, 1000, prompt_tokens, np.int32),
-        params,
-        0,
-        frozenset(),
-        slo,
-        engine.now(),
-    )
-    engine.add(Request([Sample(sequence, None)], OutputKind.FINAL_ONLY))
+    engine.add(request(prompt_tokens, slo, name, engine.now()))
 
 
-def request(prompt_tokens: int, slo: Slo) -> Request:
-    sequence = Sequence("new", 0, np.zeros(prompt_tokens, np.int32), SamplingParams(), 0, frozenset(), slo, 0.0)
+def request(prompt_tokens: int, slo: Slo, name: str = "1000", arrival_s: float = 0.0) -> Request:
+    prompt = np.random.default_rng(int(name)).integers(0, 1000, prompt_tokens, np.int32)
+    sequence = Sequence(name, 0, prompt, SamplingParams(max_tokens=4), 0, frozenset(), slo, arrival_s)
     return Request([Sample(sequence, None)], OutputKind.FINAL_ONLY)
 
 

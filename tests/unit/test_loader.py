@@ -198,16 +198,8 @@ BROKEN: dict[str, Case] = {
     "unexpected tensor": (1, partial(edited, add={BIAS: torch.zeros(64)}), rf"{BIAS} are present but not called for"),
     "more layers than the config's": (1, with_fewer_layers, r"model\.layers\.1\..* and 6 more are present but not"),
     "no file": (1, lambda folder: (folder / FILE).unlink(), r"model\.safetensors or .*index\.json; found neither:"),
-    "other files": (
-        1,
-        lambda folder: (folder / FILE).rename(folder / "pytorch_model.bin"),
-        r"found .* but \*\.bin files",
-    ),
-    "no shard": (
-        3,
-        lambda folder: min(folder.glob("*.safetensors")).unlink(),
-        r"names model-00001-of-\d+\.safetensors",
-    ),
+    "other files": (1, lambda folder: (folder / FILE).rename(folder / "model.bin"), r"neither, but \*\.bin files"),
+    "no shard": (3, lambda folder: min(folder.glob("*.safetensors")).unlink(), "names model-00001-of-.*, not in"),
     "tensor not in its shard": (3, misplaced, rf"model-0000\d-of-.*: tensor {NORM} is missing"),
 }
 WRONG_NORMS = {
