@@ -107,6 +107,7 @@ def test_outputs_that_cannot_be(tmp_path: Path, run_file: Path) -> None:
     assert "must end in .svg or .png" in refused(run_file, "--timeline", tmp_path / "t.pdf")
     assert "this is the trace itself" in refused(run_file, "--chrome-trace", run_file, "--overwrite")
     assert "does not exist; make it first" in refused(run_file, "--chrome-trace", tmp_path / "no" / "t.json")
+    assert "this is a folder" in refused(run_file, "--chrome-trace", tmp_path)
     assert run_file.read_text(encoding="utf-8").startswith('{"type": "header"')
 
 

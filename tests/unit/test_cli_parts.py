@@ -15,7 +15,7 @@ from bullet_graph.cli.engine_run import config_for
 from bullet_graph.cli.generate import OrderedPrinter
 from bullet_graph.cli.main import with_flags
 from bullet_graph.cli.options import engine_options, fit_max_num_seqs
-from bullet_graph.cli.result_file import check_result_file, to_json, write_result_file
+from bullet_graph.cli.result_file import to_json, write_result_file
 from bullet_graph.config import SETTINGS, EngineConfig, Policy
 from bullet_graph.errors import ConfigError
 from bullet_graph.perf.metrics import RequestMetrics
@@ -168,22 +168,6 @@ def test_result_file_is_written_whole_or_not_at_all(
     assert list(tmp_path.iterdir()) == [path]
     with pytest.raises(ValueError, match="JSON"):
         to_json({"figure": float("nan")})
-
-
-def test_result_file_checks(tmp_path: Path) -> None:
-    existing = tmp_path / "result.json"
-    existing.touch()
-    check_result_file(None, overwrite=False)
-    check_result_file(tmp_path / "new.json", overwrite=False)
-    check_result_file(existing, overwrite=True)
-    with pytest.raises(ConfigError, match="--overwrite"):
-        check_result_file(existing, overwrite=False)
-    with pytest.raises(ConfigError, match=r"--plan .*exists; give another name"):
-        check_result_file(existing, overwrite=None, option="--plan")
-    with pytest.raises(ConfigError, match="does not exist"):
-        check_result_file(tmp_path / "missing" / "result.json", overwrite=True)
-    with pytest.raises(ConfigError, match="folder"):
-        check_result_file(tmp_path, overwrite=True)
 
 
 def test_streams_that_run_together_are_printed_one_after_the_other(capsys: pytest.CaptureFixture[str]) -> None:

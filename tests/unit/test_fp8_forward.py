@@ -26,7 +26,6 @@ from bullet_graph.perf.predict import TableModel
 from bullet_graph.perf.roofline import Fp8Weights, Roofline, decode_weight_bytes, kv_cache_bytes_per_token
 from bullet_graph.perf.table import format_name, own_table_file_name, shape_numbers
 from bullet_graph.runtime import resolve
-from bullet_graph.runtime.memory import GIB, DeviceMemory, plan_memory
 from bullet_graph.runtime.resolve import Runtime, check_device
 from bullet_graph.runtime.self_check import reference_logits
 
@@ -129,22 +128,6 @@ def test_weights_and_cache_take_the_memory_that_the_ledger_counts(variant: str) 
     assert sum(tensor.nbytes for tensor in tensors_of(decoder.weights).values()) == config.weight_bytes(4)
     cache = decoder.cache.layer(0)[0]
     assert 2 * config.num_layers * cache.nbytes == 3 * 16 * kv_cache_bytes_per_token(config, dtype_bytes=4)
-
-
-def test_an_fp8_cache_holds_twice_the_tokens() -> None:
-    device, config = DeviceMemory(80 * GIB, 80 * GIB), EngineConfig(model="llama-3.1-8b", max_num_seqs=1024)
-    tokens = [
-        plan_memory(
-            *(config, llama(fp8_kv=fp8_kv)),
-            dtype_bytes=2,
-            max_model_len=8192,
-            workspaces_bytes=0,
-            graphs_bytes=0,
-            device=device,
-        ).kv_cache_tokens
-        for fp8_kv in (False, True)
-    ]
-    assert tokens[1] == pytest.approx(2 * tokens[0], rel=1e-3)
 
 
 def test_the_roofline_of_fp8() -> None:
