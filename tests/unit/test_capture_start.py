@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import sys
 import warnings
 from concurrent.futures import ThreadPoolExecutor
@@ -52,18 +51,30 @@ ROW_PLAN = CapturePlan(
     piecewise_rows=(16, 32, 48),
 )
 
-COMPILE_A_KERNEL = """
+COMPILE_A_KERNEL_TWICE = """
+import os, shutil
+from pathlib import Path
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 import triton
 from bullet_graph.graphs.compile_counts import CompileCounter
 from bullet_graph.kernels.triton_kernels import act_and_mul_kernel
+from bullet_graph.runtime.capture_cache import copy_kernels
 signature = {"gate_up_ptr": "*fp32", "out_ptr": "*fp32", "intermediate_size": "i32"}
 source = ASTSource(act_and_mul_kernel, signature, {"GELU": False, "BLOCK": 128})
-with CompileCounter(gpu=True) as counter:
-    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32))
-assert len(compiled.asm["cubin"]) > 1000
-print(counter.counts.triton)
+def num_compiled():
+    with CompileCounter(gpu=True) as counter:
+        compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32))
+    assert len(compiled.asm["cubin"]) > 1000
+    return counter.counts.triton
+here = Path(os.environ["TRITON_CACHE_DIR"])
+kept, there = here.with_name("kept"), here.with_name("there")
+first = num_compiled()
+copy_kernels(here, kept)
+shutil.rmtree(here)
+copy_kernels(kept, there)
+triton.knobs.cache.dir = str(there)
+print([first, num_compiled()])
 """
 
 
@@ -103,15 +114,7 @@ def test_a_folder_of_kernels_travels(tmp_path: Path) -> None:
 
 def test_a_kernel_that_triton_compiled_is_found_elsewhere(tmp_path: Path) -> None:
     pytest.importorskip("triton", reason="Triton is published for Linux only")
-
-    here, there = tmp_path / "here", tmp_path / "there"
-    for folder in (here, there):
-        folder.mkdir()
-    assert run_compiled(COMPILE_A_KERNEL, here) == 1
-    copy_kernels(here / "triton", tmp_path / "kept")
-    shutil.rmtree(here)
-    copy_kernels(tmp_path / "kept", there / "triton")
-    assert run_compiled(COMPILE_A_KERNEL, there) == 0
+    assert run_compiled(COMPILE_A_KERNEL_TWICE, tmp_path) == [1, 0]
 
 
 def test_the_libraries_work_elsewhere_for_a_while(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
