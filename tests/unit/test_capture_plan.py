@@ -5,7 +5,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import capture_plans
 import pytest
+from capture_plans import NARROW
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -30,15 +32,9 @@ from bullet_graph.models.presets import PRESETS
 from bullet_graph.partition.masks import WHOLE_GPU, SmPartition
 from bullet_graph.perf.table import load_table, shipped_folder
 
-NARROW, WIDE = SmPartition(16, 50), SmPartition(24, 42)
-PLAN = CapturePlan(
-    model="m",
-    dtype="bfloat16",
-    num_sms=132,
-    max_num_seqs=64,
-    decode=(DecodeSizes(None, (1, 8, 64)), DecodeSizes(32, (4, 16)), DecodeSizes(48, (8,))),
-    piecewise_rows=(16, 128),
-)
+WIDE = SmPartition(24, 42)
+PLAN = replace(capture_plans.PLAN, decode=(*capture_plans.PLAN.decode, DecodeSizes(48, (8,))))
+MODEL = 'model = "llama-3.1-8b"'
 
 
 def rising(least: int, most: int) -> st.SearchStrategy[tuple[int, ...]]:
@@ -115,8 +111,8 @@ TEXT = format_plan(PLAN)
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ('model = "m"', "model = 7", "model: Input should be a valid string, found 7"),
-        ('model = "m"\n', "", "model: Field required"),
+        (MODEL, "model = 7", "model: Input should be a valid string, found 7"),
+        (f"{MODEL}\n", "", "model: Field required"),
         ('"bfloat16"', '"int3"', "dtype must be one of bfloat16, float16, float32; found 'int3'"),
         ("num_sms = 132", "num_sms = 1", "num_sms: Input should be greater than or equal to 2, found 1"),
         ("num_sms = 132", "num_sms = true", "num_sms: Input should be a valid integer, found True"),

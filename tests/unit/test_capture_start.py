@@ -5,10 +5,12 @@ import os
 import sys
 import warnings
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import capture_plans
 import pytest
 import torch
 from caches import FINGERPRINT, PLAN, build
@@ -19,7 +21,6 @@ from ranks_in_threads import thread_communicators
 from bullet_graph.captures.store import CaptureStore
 from bullet_graph.config import EngineConfig
 from bullet_graph.errors import CacheError, CaptureCacheWarning, PartitionError
-from bullet_graph.graphs.capture_plan import CapturePlan, DecodeSizes
 from bullet_graph.graphs.compiled import LayerPart
 from bullet_graph.kernels.flashinfer_attention import load_module, needed_modules
 from bullet_graph.kernels.gpu import Gpu
@@ -42,14 +43,7 @@ from bullet_graph.runtime.capture_cache import (
 from bullet_graph.runtime.self_check import SelfCheckPoint
 
 LLAMA: ModelConfig = PRESETS["llama-3.1-8b"]
-ROW_PLAN = CapturePlan(
-    model="m",
-    dtype="bfloat16",
-    num_sms=132,
-    max_num_seqs=4,
-    decode=(DecodeSizes(None, (1, 4)),),
-    piecewise_rows=(16, 32, 48),
-)
+ROW_PLAN = replace(capture_plans.PLAN, piecewise_rows=(16, 32, 48))
 
 COMPILE_A_KERNEL_TWICE = """
 import os, shutil

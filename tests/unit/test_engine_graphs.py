@@ -3,17 +3,19 @@
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
+import capture_plans
 import pytest
 import torch
+from capture_plans import NARROW
 
 from bullet_graph.config import EngineConfig, Policy
 from bullet_graph.graphs.capture_order import PieceKey, capture_order, hot_keys
-from bullet_graph.graphs.capture_plan import CapturePlan, DecodeSizes
+from bullet_graph.graphs.capture_plan import DecodeSizes
 from bullet_graph.graphs.decode_graph import DecodeGraphs
 from bullet_graph.graphs.key import GraphKey
 from bullet_graph.graphs.piecewise import PiecewiseGraphs
@@ -22,16 +24,9 @@ from bullet_graph.partition.masks import WHOLE_GPU, SmPartition
 from bullet_graph.perf.start_report import StartClock
 from bullet_graph.runtime import cuda
 
-NARROW = SmPartition(16, 50)
 LAYERS = 3
-PLAN = CapturePlan(
-    model="llama-3.1-8b",
-    dtype="bfloat16",
-    num_sms=132,
-    max_num_seqs=64,
-    decode=(DecodeSizes(None, (1, 8, 12, 64)), DecodeSizes(32, (4, 16))),
-    piecewise_rows=(16, 128, 256),
-)
+SIZES = (DecodeSizes(None, (1, 8, 12, 64)), DecodeSizes(32, (4, 16)))
+PLAN = replace(capture_plans.PLAN, decode=SIZES, piecewise_rows=(16, 128, 256))
 
 
 @dataclass

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from capture_plans import NARROW, PLAN
 from core_loop import MODEL, CheckedExecutor, CoreLoop
 from examples import few
 from fakes.perf_tables import LLAMA_8B, h200_table
@@ -18,7 +19,7 @@ from planner_loads import planner as planner_of
 from bullet_graph import Engine
 from bullet_graph.config import EngineConfig, Policy
 from bullet_graph.errors import ConfigError, PartitionError
-from bullet_graph.graphs.capture_plan import CapturePlan, DecodeSizes, format_plan, named_plan
+from bullet_graph.graphs.capture_plan import format_plan, named_plan
 from bullet_graph.graphs.decode_graph import DecodeGraphs, DecodeInputs
 from bullet_graph.graphs.key import GraphKey
 from bullet_graph.graphs.piecewise import piecewise_scratch_bytes
@@ -34,15 +35,6 @@ from bullet_graph.runtime.memory import GIB
 from bullet_graph.runtime.resolve import Runtime
 from bullet_graph.slo import NO_TARGETS, Slo
 
-NARROW = SmPartition(16, 50)
-PLAN = CapturePlan(
-    model="llama-3.1-8b",
-    dtype="bfloat16",
-    num_sms=132,
-    max_num_seqs=64,
-    decode=(DecodeSizes(None, (1, 8, 64)), DecodeSizes(32, (4, 16))),
-    piecewise_rows=(16, 128),
-)
 CONFIG = EngineConfig(model="llama-3.1-8b", max_num_seqs=64, max_num_batched_tokens=512)
 
 
