@@ -70,13 +70,13 @@ def write_checkpoint(
     return model
 
 
-def write_tokenizer(folder: Path, *, vocab_size: int = 300) -> None:
+def write_tokenizer(folder: Path) -> None:
     """Write a byte-level BPE tokenizer with a chat template; id 0 begins a text and id 1 ends it."""
     tokenizer = tokenizers.Tokenizer(BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
+        vocab_size=300,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         special_tokens=[BOS_TOKEN, EOS_TOKEN],
         show_progress=False,

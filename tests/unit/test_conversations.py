@@ -177,9 +177,9 @@ def test_prompts_that_share_nothing() -> None:
 # ---- arrivals ----
 
 
-def turn(index: int, think_s: float, *, prompt: int = 20, output: int = 3) -> WorkloadRequest:
+def turn(index: int, think_s: float) -> WorkloadRequest:
     """A request that follows the one at ``index``, of 3 tokens in and 2 out."""
-    return WorkloadRequest(prompt, output, None, follows=TurnBefore(index, 5, think_s))
+    return WorkloadRequest(20, 3, None, follows=TurnBefore(index, 5, think_s))
 
 
 FIRST = WorkloadRequest(3, 2, None)

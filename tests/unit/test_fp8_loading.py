@@ -34,13 +34,13 @@ def projections(weights: ModelWeights) -> dict[str, Linear]:
     return found
 
 
-def stored_as(name: str, tensors: dict[str, torch.Tensor], *, fused: bool = False) -> torch.Tensor:
+def stored_as(name: str, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
     """A projection's weights in a checkpoint."""
     index, projection = name.split(".")
     modules = {
-        "qkv": ["self_attn.qkv_proj"] if fused else [f"self_attn.{each}_proj" for each in "qkv"],
+        "qkv": [f"self_attn.{each}_proj" for each in "qkv"],
         "o": ["self_attn.o_proj"],
-        "gate_up": ["mlp.gate_up_proj"] if fused else ["mlp.gate_proj", "mlp.up_proj"],
+        "gate_up": ["mlp.gate_proj", "mlp.up_proj"],
         "down": ["mlp.down_proj"],
     }[projection]
     return torch.cat([tensors[f"model.layers.{index}.{module}.weight"] for module in modules])

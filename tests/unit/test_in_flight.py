@@ -119,8 +119,8 @@ def test_decode_avoids_the_sms_of_slices_in_flight(
 # ---- when tokens are expected ----
 
 
-def sequence(slo: Slo, *, output_tokens: int = 0, max_tokens: int = 9, first_token_s: float | None = None) -> Sequence:
-    params = SamplingParams(max_tokens=max_tokens)
+def sequence(slo: Slo, *, output_tokens: int, first_token_s: float | None = None) -> Sequence:
+    params = SamplingParams(max_tokens=9)
     found = Sequence("a", 0, np.zeros(4, dtype=np.int32), params, 0, frozenset(), slo, arrival_s=10.0)
     found.num_tokens += output_tokens
     found.first_token_s = first_token_s
