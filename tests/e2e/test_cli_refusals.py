@@ -24,6 +24,7 @@ COMMANDS = {
     "capture plan": ("capture", "plan", "--trace", "azure:conv", "--num-prompts", "60"),
     "doctor": ("doctor",),
     "profile": ("profile",),
+    "serve": ("serve", *TINY),
 }
 PLAN = "--model llama-3.1-8b --request-rate 18"
 TARGETS = "--goodput ttft:500 tpot:15"
@@ -125,6 +126,12 @@ TARGETS = "--goodput ttft:500 tpot:15"
         ("profile", "--model tiny", "a profile measures a GPU"),
         # What the machine lacks comes first: no other option could mend it.
         ("profile", "--model nonesuch", "sees no CUDA device"),
+        ("serve", "--port 70000", "--port must be between 0 and 65535, got 70000"),
+        ("serve", "--max-body-size big", "'big' is no size"),
+        ("serve", "--api-key a --api-key-file trace.csv", "give one of them"),
+        ("serve", "--api-key-file no-such-file", "no-such-file"),
+        ("serve", "--data-parallel-size 2 --trace-decisions t", "--trace-decisions traces one engine"),
+        ("serve", "--host 256.0.0.1", "--host and --port must name an address of this machine that is free"),
     ],
 )
 def test_bad_options_are_refused(

@@ -329,10 +329,12 @@ def test_a_model_without_a_tokenizer_serves_token_ids(tmp_path: Path) -> None:
         assert choice["text"] == ""
         assert choice["logprobs"]["tokens"] == [f"token_id:{i}" for i in choice["token_ids"]]
         for path, body, message in (
-            ("completions", {"prompt": "text"}, "needs a tokenizer"),
-            ("completions", {"prompt": [5], "stop": "x"}, "stop strings need a tokenizer"),
-            ("chat/completions", {"messages": MESSAGES}, "the model has no tokenizer, which a chat needs"),
+            ("/v1/completions", {"prompt": "text"}, "needs a tokenizer"),
+            ("/v1/completions", {"prompt": [5], "stop": "x"}, "stop strings need a tokenizer"),
+            ("/v1/chat/completions", {"messages": MESSAGES}, "the model has no tokenizer, which a chat needs"),
+            ("/tokenize", {"prompt": "x"}, "tokenizer"),
+            ("/detokenize", {"tokens": [1]}, "tokenizer"),
         ):
-            response = served.post(f"/v1/{path}", **body)
+            response = served.post(path, **body)
             assert response.status_code == 400
             assert message in response.json()["error"]["message"]

@@ -16,6 +16,8 @@ from servers import Served, serving
 
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
 USER = [{"role": "user", "content": "x"}]
+CALLED = {"role": "assistant", "tool_calls": [{"id": "a", "function": {"name": "f", "arguments": "[1]"}}]}
+TOOL = {"type": "function", "function": {"name": "turn"}}
 
 
 @pytest.fixture(scope="module")
@@ -73,6 +75,9 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"stop": ["a"] * 17}, "`stop` must be"),
     ({"stop_token_ids": [512]}, "stop_token_ids holds 512"),
     ({"logprobs": 21}, "`logprobs`"),
+    ({"prompt_logprobs": 21}, "`prompt_logprobs`"),
+    ({"prompt_logprobs": -1}, "`prompt_logprobs`"),
+    ({"echo": True, "logprobs": 1, "stream": True}, "`stream` has no log-probabilities"),
     ({"stream": 1}, "`stream`"),
     ({"stream": False, "stream_options": {"include_usage": True}}, "`stream_options` are for streams"),
     ({"stream": True, "stream_options": {"usage": True}}, "`stream_options.usage` is no field"),
@@ -121,6 +126,12 @@ def test_a_bad_completion(served: Served, body: dict[str, Any], message: str, st
             "files); found [{'type': 'image_url'}]",
         ),
         ({"tool_choice": "any"}, '`tool_choice` must be "none", "auto", "required", or {"type": "function", "f'),
+        ({"tool_choice": "required"}, "`tools` lacks"),
+        ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "f"}}}, "`tools` lacks"),
+        ({"tools": [{}]}, "`tools.0.type` is required"),
+        ({"tools": [TOOL] * 2}, "`tools` must have different names"),
+        ({"tools": [TOOL] * 129}, "`tools`: list should have at most 128 items"),
+        ({"messages": [CALLED]}, "the text of a JSON object, found '[1]'"),
         ({"stream_options": 5}, "`stream_options`: input should be a valid dictionary, found 5"),
         ({"structured_outputs": {"json": 5}}, "`structured_outputs.json`: input should be a valid string, found 5"),
         ({"chat_template_kwargs": {"messages": []}}, "`chat_template_kwargs` must name variables"),

@@ -7,11 +7,9 @@ import socket
 import threading
 from collections.abc import Iterator
 from importlib import resources
-from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
-import httpx
 import pytest
 from checkpoints import BOS_TOKEN_ID
 from engines import Gate, Model, before_launch
@@ -232,12 +230,3 @@ def test_what_the_tokenizer_refuses(
     error = response.json()["error"]
     assert message in error["message"]
     assert error["code"] or error["param"] in (*body, "tokens", "prompt")
-
-
-def test_a_model_without_a_tokenizer(tmp_path: Path, no_tokenizer: None) -> None:
-    del tmp_path, no_tokenizer
-    with serving(max_model_len=64) as served:
-        for path, body in (("/tokenize", {"prompt": "x"}), ("/detokenize", {"tokens": [1]})):
-            response: httpx.Response = served.post(path, **body)
-            assert response.status_code == 400
-            assert "tokenizer" in response.json()["error"]["message"]

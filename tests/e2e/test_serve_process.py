@@ -179,22 +179,6 @@ def test_engines_behind_one_port_share_prompts_and_outlive_one_of_them(killed: t
 # ---- what is wrong with the command ----
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (("--port", "70000"), "--port must be between 0 and 65535, got 70000"),
-        (("--max-body-size", "big"), "'big' is no size"),
-        (("--api-key", "a", "--api-key-file", __file__), "give one of them"),
-        (("--api-key-file", "no-such-file"), "no-such-file"),
-        (("--data-parallel-size", "2", "--trace-decisions", "no-such-file"), "--trace-decisions traces one engine"),
-        (("--host", "256.0.0.1"), "--host and --port must name an address of this machine that is free"),
-    ],
-    ids=lambda value: " ".join(value)[:40] if isinstance(value, tuple) else "",
-)
-def test_bad_options(options: tuple[str, ...], message: str) -> None:
-    assert message in refused(run("serve", *TINY, *options))
-
-
 def test_a_key_from_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[ServeSettings] = []
 

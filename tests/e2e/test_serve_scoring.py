@@ -4,7 +4,6 @@ import importlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -99,22 +98,6 @@ def test_a_stream_echoes_the_text_first(scoring: Served) -> None:
     whole = scoring.complete(prompt="The dog", max_tokens=3, temperature=0)["choices"][0]["text"]
     assert texts[0] == "The dog"
     assert "".join(texts[1:]) == whole
-
-
-@pytest.mark.parametrize(
-    ("body", "message"),
-    [
-        ({"max_tokens": 0}, "`max_tokens` of 0 is for prompts alone: give `echo` or `prompt_logprobs`"),
-        ({"prompt_logprobs": 1, "stream": True}, "`stream` has no log-probabilities"),
-        ({"echo": True, "logprobs": 1, "stream": True}, "`stream` has no log-probabilities"),
-        ({"prompt_logprobs": 21}, "`prompt_logprobs`"),
-        ({"prompt_logprobs": -1}, "`prompt_logprobs`"),
-    ],
-)
-def test_what_cannot_be_scored_is_refused(scoring: Served, body: dict[str, Any], message: str) -> None:
-    response = scoring.post("/v1/completions", prompt=[1], **body)
-    assert response.status_code == 400
-    assert message in response.json()["error"]["message"]
 
 
 def test_lm_eval_finds_the_loglikelihoods_of_transformers(

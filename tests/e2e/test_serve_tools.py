@@ -263,28 +263,6 @@ def test_langchain_gets_structured_output_by_a_call(speaker: Speaker) -> None:
         assert isinstance(turn, Turn)
 
 
-CALLED = {"role": "assistant", "tool_calls": [{"id": "a", "function": {"name": "f", "arguments": "[1]"}}]}
-
-
-@pytest.mark.parametrize(
-    ("body", "message"),
-    [
-        ({"tools": [{}]}, "`tools.0.type` is required"),
-        ({"tools": TOOLS[:1] * 2}, "`tools` must have different names"),
-        ({"tools": [TOOLS[0]] * 129}, "`tools`: list should have at most 128 items"),
-        ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "f"}}}, "`tools` lacks"),
-        ({"tool_choice": "required"}, "`tools` lacks"),
-        ({"messages": [CALLED]}, "the text of a JSON object, found '[1]'"),
-        ({"messages": [{"role": "tool", "tool_call_id": "a"}]}, "`messages.0`: `content` is required"),
-    ],
-    ids=lambda value: str(value)[:40],
-)
-def test_bad_tools(speaker: Speaker, body: dict[str, Any], message: str) -> None:
-    response = speaker.served.post(CHATS, **({"messages": [ASK]} | body))
-    assert response.status_code == 400
-    assert message in response.json()["error"]["message"]
-
-
 def test_a_template_without_calls_needs_a_parser_by_name() -> None:
     with serving(max_model_len=512) as served:
         response = served.post(CHATS, messages=[ASK], tools=TOOLS)
