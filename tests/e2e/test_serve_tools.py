@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import jsonschema
 import numpy as np
@@ -13,7 +13,6 @@ import openai
 import pytest
 import tokenizers
 from checkpoints import EOS_TOKEN_ID, write_checkpoint
-from pydantic import BaseModel, ConfigDict
 from servers import MODEL, Served, serving
 
 from bullet_graph.models.tokenizer import Tokenizer
@@ -245,22 +244,6 @@ def test_a_call_can_be_required(speaker: Speaker, client: openai.OpenAI) -> None
         assert error["param"] == "tools"
     answer = speaker.served.post(CHATS, **body, tool_choice="none").json()["choices"][0]
     assert answer["message"]["content"].startswith("{")
-
-
-def test_langchain_gets_structured_output_by_a_call(speaker: Speaker) -> None:
-    langchain_openai = pytest.importorskip("langchain_openai")
-
-    class Turn(BaseModel):
-        """Turns; a random model would go on with further fields."""
-
-        model_config = ConfigDict(extra="forbid")
-        side: Literal["left", "right"]
-
-    url = f"{speaker.served.url}/v1"
-    model = langchain_openai.ChatOpenAI(base_url=url, api_key="none", model=MODEL, max_tokens=300, seed=3)
-    for method in ("function_calling", "json_schema"):
-        turn = model.with_structured_output(Turn, method=method).invoke("Which way?")
-        assert isinstance(turn, Turn)
 
 
 def test_a_template_without_calls_needs_a_parser_by_name() -> None:

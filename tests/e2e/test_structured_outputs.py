@@ -78,47 +78,6 @@ def test_every_json_document_is_valid(tiny: Engine) -> None:
     assert len({output.outputs[0].text for output in outputs}) > NUM_SCHEMAS / 2
 
 
-ARITHMETIC = """
-start: term (("+" | "*") term)~0..3
-term: NUMBER | "(" start ")"
-NUMBER: /[0-9]{1,3}/
-"""
-
-
-@pytest.mark.parametrize(
-    ("fields", "pattern"),
-    [
-        ({"regex": MATCHES.pattern}, MATCHES.pattern),
-        ({"choice": ["yes", "no", 'é "😀"\n']}, 'yes|no|é "😀"\n'),
-        ({"grammar": ARITHMETIC}, r"[0-9(][0-9()+*]*[0-9)]|[0-9]"),
-        ({"grammar": 'root ::= "a" [0-9]+ ("b" | "c" root)'}, r"(a\d+c)*a\d+b"),
-        ({"json_object": True}, r"\{(.|\n)*\}"),
-    ],
-    ids=["regex", "choice", "lark", "gbnf", "json_object"],
-)
-def test_other_kinds(tiny: Engine, fields: dict[str, Any], pattern: str) -> None:
-    found = texts(tiny, structured(tiny, 1, n=8, **fields))
-    assert all(re.fullmatch(pattern, text) for text in found), found
-    assert len(set(found)) > 1
-    if "json_object" in fields:
-        assert all(isinstance(json.loads(text), dict) for text in found)
-    if fields == {"grammar": ARITHMETIC}:
-        assert all(isinstance(eval(re.sub(r"\b0+(?=\d)", "", text)), int) for text in found)
-
-
-def test_a_structural_tag_leaves_other_text_free(tiny: Engine) -> None:
-    schema = {"type": "object", "properties": {"x": {"enum": [1, 2]}}, "required": ["x"], "additionalProperties": False}
-    tag = {"triggers": ["e"], "structures": [{"begin": "e=", "schema": schema, "end": ";"}]}
-    params = SamplingParams(n=8, seed=1, max_tokens=100, structured_outputs=StructuredOutputs(structural_tag=tag))
-    (output,) = tiny.generate([[1, 2, 3]], params, use_tqdm=False)
-    for sample in output.outputs:
-        free, *calls = re.split("e=", sample.text)
-        # The last one may have been cut.
-        assert all(json.loads(call.partition(";")[0])["x"] in (1, 2) for call in calls[:-1])
-        assert not any("e" in text for text in (free, *(call.partition(";")[2] for call in calls)))
-    assert sum(sample.text.count("e=") for sample in output.outputs) > len(output.outputs)
-
-
 # ---- where an output ends ----
 
 
