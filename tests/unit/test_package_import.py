@@ -19,12 +19,13 @@ def in_a_process(code: str) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["bench", "--help"], ["capture", "--help"]])
-def test_help_loads_no_large_library(arguments: list[str]) -> None:
+def test_help_loads_no_large_library() -> None:
     code = (
         "import sys, bullet_graph\n"
         "from bullet_graph.cli.main import main\n"
-        f"main({arguments!r}, standalone_mode=False)\n"
+        "for group in [], ['bench'], ['capture']:\n"
+        "    main([*group, '--help'], standalone_mode=False)\n"
+        "main(['--version'], standalone_mode=False)\n"
         f"print(sorted({HEAVY!r} & set(sys.modules)))"
     )
     began_s = time.perf_counter()
