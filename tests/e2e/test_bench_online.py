@@ -9,7 +9,6 @@ from cli_runner import TINY, printed, refused, run, write_trace
 from click.testing import Result
 
 from bullet_graph import Engine
-from bullet_graph.cli.bench import replay as replay_module
 from bullet_graph.engine.output import RequestOutput
 
 LENGTHS = ((30, 5), (7, 12), (100, 1), (12, 8), (50, 3), (9, 6))
@@ -88,19 +87,6 @@ def test_one_policy_has_the_flat_fields_of_vllms_serving_benchmark(trace: Path, 
     assert "ttfts" not in flat
 
 
-def test_details_are_of_each_request(trace: Path) -> None:
-    flat = printed(bench("--request-rate", "trace", "--save-detailed", "--json", trace=trace))
-    assert (flat["request_rate"], flat["burstiness"]) == ("trace", None)
-    assert flat["input_lens"] == [prompt for prompt, _ in LENGTHS]
-    assert flat["output_lens"] == [output for _, output in LENGTHS]
-    assert [len(gaps) for gaps in flat["itls"]] == [output - 1 for _, output in LENGTHS]
-    assert all(seconds > 0 for seconds in flat["ttfts"])
-    assert flat["errors"] == [""] * 6
-    starts = [start - flat["start_times"][0] for start in flat["start_times"]]
-    assert starts == pytest.approx([0.01 * i for i in range(6)], abs=1e-6)
-    assert (flat["request_goodput"], flat["slo_attainment"]) == (None, None)
-
-
 def test_several_policies_stand_side_by_side(trace: Path) -> None:
     policies = [word for name in ("mixed:16", "auto", "mixed:16") for word in ("--policy", name)]
     policies += ["--perf-table", "roofline"]
@@ -161,15 +147,3 @@ def test_a_policy_that_the_engine_cannot_serve_is_refused_before_the_first_run(
     monkeypatch.setattr(Engine, "add_request", lambda *_, **__: pytest.fail("a request was sent"))
     policies = ("--policy", "mixed:16", "--policy", "split", "--perf-table", "roofline")
     assert "SM partitions need a GPU" in refused(bench(*policies, "--json", trace=trace))
-
-
-def test_no_request_served_is_an_error(trace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    make = replay_module.timed_requests
-
-    def unknown_tokens(*arguments: Any, **settings: Any) -> Any:
-        """Every request fits the model, and is still refused."""
-        return make(*arguments, **(settings | {"vocab_size": 1 << 30}))
-
-    monkeypatch.setattr(replay_module, "timed_requests", unknown_tokens)
-    message = refused(bench("--json", trace=trace))
-    assert "none of the 6 requests of trace.csv could be served" in message

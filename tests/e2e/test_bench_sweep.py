@@ -113,13 +113,6 @@ def test_an_interrupted_sweep_goes_on(folder: Path, served: Served) -> None:
     assert json.loads(result.stdout) == json.loads(path.read_text())
 
 
-def test_targets_that_nothing_meets(folder: Path) -> None:
-    result = sweep(folder, slo="ttft:0.001")
-    assert result.exit_code == 0, result.output
-    assert rates(folder / "sweep.json")[0][2:] == (None, [100, 50, 25])
-    assert "< 25" in result.stdout
-
-
 def test_pictures_need_matplotlib(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert "pip install 'bullet-graph[bench]'" in refused(sweep(folder, "--plot-dir", str(folder / "plots")))

@@ -1,15 +1,14 @@
 """What an engine refuses, how it says so, and that it goes on working: models, settings and requests."""
 
-import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from checkpoints import write_checkpoint
-from engines import GREEDY, Model, make_engine, run_to_end, tokens_of
+from engines import GREEDY, make_engine, run_to_end, tokens_of
 
 from bullet_graph import (
     BulletGraphError,
@@ -18,13 +17,11 @@ from bullet_graph import (
     DeviceError,
     Engine,
     InsufficientMemoryError,
-    ModelError,
     PerfTableError,
     PromptError,
     RequestError,
     SamplingParams,
     SamplingParamsError,
-    UnsupportedModelError,
 )
 
 PROMPT = [5, 17, 30, 8]
@@ -45,14 +42,6 @@ def folder(checkpoint: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(checkpoint, tmp_path / "model"))
 
 
-def edit_config(name: str, value: object) -> Callable[[Path], object]:
-    def edit(folder: Path) -> None:
-        path = folder / "config.json"
-        path.write_text(json.dumps(json.loads(path.read_text()) | {name: value}))
-
-    return edit
-
-
 def test_a_folder_without_weights(folder: Path) -> None:
     for path in folder.glob("*.safetensors*"):
         path.unlink()
@@ -60,23 +49,6 @@ def test_a_folder_without_weights(folder: Path) -> None:
         make_engine(folder)
     with make_engine(folder, load_format="dummy") as engine:
         assert engine.generate("text", GREEDY, use_tqdm=False)[0].error is None
-
-
-@pytest.mark.parametrize(
-    ("damage", "error", "message"),
-    [
-        (lambda f: (f / "config.json").unlink(), ModelError, r"config\.json is missing"),
-        (edit_config("architectures", ["Mamba"]), UnsupportedModelError, "LlamaForCausalLM.*Mamba"),
-        (edit_config("intermediate_size", 256), CheckpointError, r"shape \[256, 64\].*found \[128, 64\]"),
-        (lambda f: (f / "tokenizer.json").write_text("{"), ModelError, r"tokenizer\.json is not a usable"),
-    ],
-)
-def test_a_damaged_folder(
-    folder: Path, damage: Callable[[Path], object], error: type[ModelError], message: str
-) -> None:
-    damage(folder)
-    with pytest.raises(error, match=message):
-        make_engine(folder)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -273,11 +245,3 @@ def test_generate_needs_the_engine_to_itself(engine: Engine) -> None:
         engine.generate(PROMPT, GREEDY, use_tqdm=False)
     assert len(run_to_end(engine)["a"][-1].outputs[0].token_ids) == GREEDY.max_tokens
     assert tokens_of(engine.generate(PROMPT, GREEDY, use_tqdm=False)[0])
-
-
-def test_text_with_half_a_surrogate_pair_is_a_bad_prompt(model: Model) -> None:
-    with make_engine(model.folder) as engine:
-        good, bad = engine.generate(["fine", "\ud800"], GREEDY, use_tqdm=False)
-    assert good.error is None
-    assert isinstance(bad.error, PromptError)
-    assert "surrogate" in str(bad.error)

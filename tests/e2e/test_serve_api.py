@@ -242,19 +242,6 @@ def test_models_health_and_version(served: Served, client: openai.OpenAI) -> Non
     assert served.http.get("/version").json()["version"]
 
 
-def test_fields_that_change_nothing_are_accepted(served: Served) -> None:
-    harmless = {
-        "user": "me",
-        "request_id": "a",
-        "metadata": {"a": "b"},
-        "store": False,
-        "presence_penalty": 0,
-        "logit_bias": {},
-    }
-    neutral = {"echo": False, "best_of": 1, "suffix": None, "temperature": None, "stop": None, "stream": None}
-    assert served.complete(prompt=[1], max_tokens=1, **harmless, **neutral)["model"] == MODEL
-
-
 def test_targets_of_a_request_reach_the_engine(served: Served) -> None:
     before = served.metrics()
     served.complete(prompt=[1], max_tokens=3, slo={"ttft_ms": 1e6, "tpot_ms": 1e6})
