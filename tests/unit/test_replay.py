@@ -194,9 +194,3 @@ def test_requests_have_the_workloads_lengths(lengths: list[tuple[int, int]], voc
     assert all(0 <= token < vocab_size for r in requests for token in r.prompt_token_ids)
     assert all(r.params.ignore_eos and r.params.temperature == 0 and r.slo == targets for r in requests)
     assert requests == timed_requests(workload, arrivals, vocab_size=vocab_size, slo=targets, seed=seed)
-
-
-def test_recorded_prompts_are_kept() -> None:
-    workload = Workload("w", (WorkloadRequest(3, 1, None, (5, 6, 7)),))
-    (request,) = timed_requests(workload, [0.0], vocab_size=100, slo=Slo(), seed=0)
-    assert list(request.prompt_token_ids) == [5, 6, 7]

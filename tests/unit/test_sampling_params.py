@@ -1,7 +1,6 @@
 """Every field of SamplingParams: what it takes, and what it says when it does not."""
 
 import math
-from dataclasses import FrozenInstanceError
 from typing import Any
 
 import pytest
@@ -88,21 +87,6 @@ def test_lists_are_copied_so_that_they_cannot_change_under_the_engine() -> None:
     ids.append(2)
     assert (params.stop, params.stop_token_ids) == (("a",), (1,))
     assert hash(params) == hash(SamplingParams(stop="a", stop_token_ids=(1,)))
-
-
-def test_params_are_frozen_and_named() -> None:
-    with pytest.raises(FrozenInstanceError):
-        SamplingParams().temperature = 0.5  # type: ignore[misc]
-    with pytest.raises(TypeError):
-        SamplingParams(0.5)  # type: ignore[misc]
-
-
-def test_defaults() -> None:
-    params = SamplingParams()
-    assert (params.temperature, params.top_p, params.top_k, params.min_p) == (1.0, 1.0, -1, 0.0)
-    assert (params.max_tokens, params.min_tokens, params.n) == (16, 0, 1)
-    assert (params.seed, params.logprobs, params.ignore_eos) == (None, None, False)
-    assert (params.stop, params.stop_token_ids) == ((), ())
 
 
 @pytest.mark.parametrize(

@@ -70,23 +70,6 @@ def test_a_last_token_does_not_wait_until_the_host_has_launched_a_long_prompt() 
     assert first.metrics.itl_ms[-1] < 15 < MODEL.num_layers * 0.5
 
 
-@pytest.mark.parametrize(
-    ("policy", "slo"), [(policy, TIGHT) for policy in POLICIES] + [("auto", NO_TARGETS), ("split", NO_TARGETS)], ids=str
-)
-def test_every_policy_serves_every_request_to_its_end(policy: str, slo: Slo) -> None:
-    conv = load_workload("azure:conv", num_requests=30)
-    arrivals = Arrivals(request_rate=25).times(conv)
-    first, again = (
-        simulate(MODEL, conv, arrivals, changed(SETTINGS, policy=Policy.parse(policy)), slo=slo) for _ in range(2)
-    )
-    assert output_lens(first) == [request.output_tokens for request in conv.requests]
-    assert first == again, "the same arguments give the same result"
-    assert first.stats.kv_blocks_used == 0
-    assert {output.slo for output in first.replay.served} == {slo}
-    forced = policy.partition(":")[0]
-    assert forced == "auto" or set(first.stats.policy_seconds) <= {forced, "solo"}
-
-
 def test_without_targets_auto_is_as_quick_as_any_policy() -> None:
     model = TableModel(load_table("h200", model="llama-3.1-8b"), LLAMA_8B)
     load = load_workload("azure:conv", num_requests=150)

@@ -81,17 +81,6 @@ def test_the_file_as_others_read_it(path: Path) -> None:
     assert open_sweep(path, overwrite=True).cell(AUTO).runs == ()
 
 
-def test_every_run_is_there_at_once_and_the_same_sweep_goes_on(path: Path) -> None:
-    for number in range(4):
-        sweep = open_sweep(path, overwrite=number % 2 == 1)
-        assert sweep.cell(AUTO).runs == tuple(run_at(2**i) for i in range(number))
-        sweep.add_run(AUTO, run_at(2**number))
-    with pytest.raises(ValueError, match="not JSON compliant"):
-        sweep.add_run(AUTO, run_at(float("inf")))
-    assert len(open_sweep(path).cell(AUTO).runs) == 4
-    assert open_sweep(path).cell(MIXED).runs == ()
-
-
 def test_the_machine_and_code_of_each_start_are_told(path: Path) -> None:
     open_sweep(path).add_run(AUTO, run_at(1))
     later = PROVENANCE | {"date_utc": "2026-03-05T00:00:00+00:00"}

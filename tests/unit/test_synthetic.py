@@ -123,8 +123,6 @@ def test_seeds_and_fields(name: str) -> None:
 
 
 def test_errors() -> None:
-    with pytest.raises(WorkloadError, match="'chats': use synthetic:conv, synthetic:code, synthetic:longdoc, synth"):
-        synthetic_workload("chats", 1)
     with pytest.raises(WorkloadError, match="got 0 requests"):
         synthetic_workload("conv", 0)
     with pytest.raises(WorkloadError, match="seed -1"):
