@@ -9,7 +9,7 @@ from click.testing import CliRunner, Result
 
 from bench import report as report_module
 from bench import simulator_error
-from bench.evidence import read_results, tasks_of
+from bench.evidence import read_results
 from bench.report import BENCH, main
 from bullet_graph.errors import ConfigError
 
@@ -103,33 +103,6 @@ def test_figures_ratios_and_limits(results: Path, tmp_path: Path) -> None:
     assert all(f"> {label}<" in chart for label in ("≥ 24/s", "20/s", "900", "10"))
 
 
-def test_other_gpus_have_a_table_of_their_own(results: Path, tmp_path: Path) -> None:
-    for name, device in (("a100", {"device_name": "NVIDIA A100", "device_uuid": "5"}), ("notes", {})):
-        (tmp_path / name).mkdir()
-        fields = {"model": "m", "batch_size": 1, "input_len": 968, "output_len": 64, "decode_step_ms": {"p50": 8.0}}
-        fields |= {"share_of_copy_percent": 90.0, "decode_step_bytes": 12e9, "copy_gb_per_s": 2000.0}
-        (tmp_path / name / "latency.json").write_text(json.dumps(fields | {"provenance": device}))
-    assert report("--results", results, "--output", tmp_path / "REPORT.md").exit_code == 0
-    before, section = (tmp_path / "REPORT.md").read_text().split("\n## NVIDIA A100\n")
-    assert "batch 1, context 1,000 | 8.00 ms |" in section
-    assert "8.00 ms" not in before
-    assert "`a100/`" in section
-
-
-def test_simulated_runs_stand_beside_the_measured(results: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "simulated"
-    folder.mkdir()
-    measured = dict.fromkeys(simulator_error.FIGURES, 1500.0) | {"slo_attainment": 0.9876, "median_tpot_ms": 13.25}
-    row = {"model": "llama-3.1-8b", "workload": "synthetic:conv", "request_rate": 22.5, "measured": measured}
-    row["simulated"] = measured | {"slo_attainment": 0.95, "p99_ttft_ms": 999.6}
-    (folder / "error.json").write_text(json.dumps({"rows": [row]}))
-    expected = "| llama-3.1-8b, conv, 22.5/s | 98.8 / 95.0 | 13.2 / 13.2 | 1,500 / 1,000 |"
-    assert list(report_module.simulated_rows(folder)) == [expected]
-    assert report("--results", results, "--output", tmp_path / "REPORT.md").exit_code == 0
-    assert expected in (tmp_path / "REPORT.md").read_text()
-    assert list(report_module.simulated_rows(results)) == []
-
-
 def test_a_measured_run_is_simulated_by_its_own_settings(tmp_path: Path) -> None:
     run = run_at(1.5, 0.9, sustained=True, system_settings={"kv_cache_tokens": 160_000})
     own = cell("bullet_graph auto", run, run_at(3.0, 0.9), slo="ttft:500ms tpot:50ms")
@@ -148,67 +121,6 @@ def test_a_measured_run_is_simulated_by_its_own_settings(tmp_path: Path) -> None
     assert figures.keys() >= set(simulator_error.FIGURES)
     with pytest.raises(ConfigError, match=r"failed: .*no-such"):
         simulator_error.simulated([*arguments, "--gpu", "no-such"])
-
-
-def test_fleets_are_compared_per_gpu(tmp_path: Path) -> None:
-    def system(gb_per_s: float | None, goodput: float | None, below: float | None) -> dict[str, Any]:
-        found = {"goodput_90": goodput, "goodput_90_below": below}
-        return {"machines": 10, "gb_per_s": gb_per_s, "prefill_machines": 6 if gb_per_s else None} | found
-
-    def rows(seconds: float, *systems: dict[str, Any]) -> list[str]:
-        fields = {"trace": "synthetic:conv", "slo": "ttft:500ms tpot:15ms", "arrival_seconds": seconds}
-        (tmp_path / "fleet_conv.json").write_text(json.dumps(fields | {"systems": systems}))
-        return list(report_module.fleet_rows(tmp_path))
-
-    shared = system(None, 20.0, 20.5)
-    row = "| conv, ttft:500 tpot:15 | 10 | 20/s | 25: **0.90×** (6), 400: ≥ 1.20× (6) |"
-    assert rows(120, shared, system(400, 24.0, None), system(25, 18.0, 18.0)) == [row]
-    short = "| conv, ttft:500 tpot:15 | 10\\* | 20/s | 50: **< 0.75×** (6) |"
-    assert rows(60, shared, system(50, None, 15.0)) == [short]
-    assert list(report_module.fleet_rows(tmp_path / "none")) == []
-    assert row in report_module.make_report([], "r", "report", [row])
-
-
-def test_an_open_search_of_the_peer_leaves_a_range(results: Path) -> None:
-    write_comparison(
-        results / "peers_conv.json",
-        cell(AUTO, run_at(24, 0.92)),
-        cell(VLLM_512, run_at(20, 0.8), run_at(10, 0.95)),
-        cell(VLLM_2048, run_at(16, 0.8)),
-    )
-    text = report_module.make_report(read_results(results), "r", "report")
-    assert "| ≥ 24/s | 10/s (< 20) | 1.20 to 2.40× |" in text
-    cells = cell(AUTO, run_at(24, 0.92)), cell(VLLM_512, run_at(8, 0.5))
-    write_comparison(results / "peers_conv.json", *cells)
-    text = report_module.make_report(read_results(results), "r", "report")
-    assert "| ≥ 24/s | < 8/s | > 3.00× |" in text
-    write_comparison(results / "peers_conv.json", cell(AUTO, run_at(24, 0.92)), cell(VLLM_512, run_at(24, 0.95)))
-    text = report_module.make_report(read_results(results), "r", "report")
-    assert "goodput" not in text.partition("## What is worse")[0].partition("## Headline")[2].replace("goodput.svg", "")
-
-
-def test_sustained_searches_have_both_goodputs_and_their_tails(results: Path) -> None:
-    def sustained(system: str, *points: tuple[float, float, bool]) -> dict[str, Any]:
-        told = [run_at(r, share, stable=stable, sustained=True, p99_ttft_ms=100 * r) for r, share, stable in points]
-        return cell(system, *told)
-
-    own = sustained(AUTO, (20, 1.0, True), (22, 0.98, True), (24, 0.82, True))
-    peer = sustained(VLLM_512, (10, 0.995, True), (16, 0.95, True), (18, 0.91, False))
-    write_comparison(results / "peers_conv.json", own, peer, rates=[20], smoke=False)
-    text = report_module.make_report(read_results(results), "r", "report")
-    named = "llama-3.1-8b, conv, TTFT 500 ms, TPOT 15 ms"
-    # 22 + 2 × 8 / 16 and 20 + 2 / 2; 18/s was unstable, and 99 % are 10 + 6 × 0.5 / 4.5.
-    tails = "23/s, p99 TTFT 2,200 ms | 16/s (< 18), p99 TTFT 1,600 ms"
-    assert f"| goodput_90, {named} | {tails} | 1.28 to 1.44× |" in text
-    assert f"| goodput_99, {named} | 21/s, p99 TTFT 2,000 ms | 10.7/s, p99 TTFT 1,000 ms | 1.97× |" in text
-    assert "goodput (short)" not in text
-
-
-def test_the_newest_comparison_counts(results: Path) -> None:
-    cells = cell(AUTO, run_at(30, 0.95)), cell(VLLM_512, run_at(20, 0.95), run_at(20.5, 0.5))
-    write_comparison(results / "a_newer.json", *cells, date="2026-01-03T00:00:00+00:00")
-    (search,) = (task for task in tasks_of(read_results(results)) if task.is_search)
-    assert search.source.name == "a_newer.json"
 
 
 def test_check_tells_what_differs_and_writes_nothing(results: Path, tmp_path: Path) -> None:
