@@ -14,7 +14,16 @@ import torch
 from bullet_graph.perf.energy import DeviceMonitor
 from bullet_graph.perf.provenance import collect_provenance
 
+if torch.cuda.is_available():
+    import noise
+
 collect_ignore_glob = [] if torch.cuda.is_available() else ["test_*.py"]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> "noise.Checkpoint":
+    """A random Qwen3; files that need another have their own."""
+    return noise.qwen3_checkpoint(tmp_path_factory.mktemp("qwen3"))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

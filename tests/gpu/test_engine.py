@@ -6,29 +6,17 @@ import signal
 import subprocess
 import sys
 
-import numpy as np
 import psutil
 import pytest
 import torch
-from noise import Checkpoint, check_against_transformers, qwen3_checkpoint
+from gpu_requests import GREEDY, LENGTHS, prompts
+from noise import Checkpoint, check_against_transformers
 
 from bullet_graph import Engine, PerfTableWarning, SamplingParams
 
 pytestmark = pytest.mark.gpu
 
-GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=1)
 CUBLAS_WORKSPACE_BYTES = 34 * 2**20
-LENGTHS = (1, 5, 16, 17, 100, 255, 600, 33)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
-    return qwen3_checkpoint(tmp_path_factory.mktemp("qwen3"))
-
-
-def prompts() -> list[list[int]]:
-    rng = np.random.default_rng(1)
-    return [rng.integers(0, 1000, size=n).tolist() for n in LENGTHS]
 
 
 @pytest.mark.parametrize("policy", ["serial", "mixed", "mixed:64", "split:48", "auto"])

@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 import torch
 from checkpoints import EXPERT_FAMILIES, FAMILIES, MORE_FAMILIES, Family, write_checkpoint
+from gpu_requests import GREEDY
 from noise import Checkpoint, check_against_transformers
 
-from bullet_graph import Engine, SamplingParams
+from bullet_graph import Engine
 
 pytestmark = pytest.mark.gpu
 
-GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=1)
 LENGTHS = (1, 5, 17, 100, 255, 600, 33)
 
 SHAPE = {"hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 8, "num_key_value_heads": 2}

@@ -5,18 +5,12 @@ from statistics import median
 
 import numpy as np
 import pytest
-from noise import Checkpoint, check_against_transformers, qwen3_checkpoint
+from gpu_requests import GREEDY
+from noise import Checkpoint, check_against_transformers
 
 from bullet_graph import Engine, RequestOutput, SamplingParams
 
 pytestmark = pytest.mark.gpu
-
-GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=1)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
-    return qwen3_checkpoint(tmp_path_factory.mktemp("qwen3"))
 
 
 @pytest.mark.parametrize("policy", ["serial", "mixed:64", "split:48", "auto"])

@@ -3,26 +3,18 @@
 import time
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from engines import run_to_end
-from noise import Checkpoint, check_against_transformers, qwen3_checkpoint
+from gpu_requests import GREEDY, prompts
+from noise import Checkpoint, check_against_transformers
 
-from bullet_graph import Engine, SamplingParams
+from bullet_graph import Engine
 from bullet_graph.config import EngineConfig
 from bullet_graph.errors import EngineDeadError
 from bullet_graph.runtime.profile import prepare_profile, profile_model
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")]
-
-GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=1)
-LENGTHS = (1, 5, 16, 17, 100, 255, 600, 33)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
-    return qwen3_checkpoint(tmp_path_factory.mktemp("qwen3"))
 
 
 def make(model: Checkpoint, policy: str, **settings: object) -> Engine:
@@ -34,11 +26,6 @@ def make(model: Checkpoint, policy: str, **settings: object) -> Engine:
         kv_cache_bytes=2**28,
         **{"perf_table": "roofline", **settings},  # type: ignore[arg-type]
     )
-
-
-def prompts() -> list[list[int]]:
-    rng = np.random.default_rng(1)
-    return [rng.integers(0, 1000, size=n).tolist() for n in LENGTHS]
 
 
 @pytest.mark.parametrize("policy", ["serial", "mixed:64", "split:48", "auto"])
