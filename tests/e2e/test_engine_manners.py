@@ -12,6 +12,17 @@ from engines import GREEDY, Model, make_engine
 
 PROMPT = [5, 17, 300, 8]
 
+
+def printed(program: str, *arguments: str) -> str:
+    """What a program prints that must end well, and complain of nothing."""
+    command = [sys.executable, "-c", textwrap.dedent(program), *arguments]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=50, check=False, cwd=Path(__file__).parents[2]
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    return done.stdout
+
+
 MANNERS = """
     import logging, multiprocessing, os, random, signal, sys, threading, warnings
 
@@ -61,15 +72,7 @@ MANNERS = """
 
 
 def test_an_engine_changes_nothing_of_the_program_around_it(model: Model) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(MANNERS), str(model.folder), "tiny"],
-        capture_output=True,
-        text=True,
-        check=True,
-        cwd=Path(__file__).parents[2],
-    )
-    assert done.stdout.split() == ["{}", "{}"]
-    assert done.stderr == ""
+    assert printed(MANNERS, str(model.folder), "tiny").split() == ["{}", "{}"]
 
 
 FORKED = """
@@ -108,14 +111,7 @@ FORKED = """
 
 
 def test_a_fork_is_refused_and_leaves_the_engine_alone(model: Model) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(FORKED), str(model.folder)],
-        capture_output=True,
-        text=True,
-        timeout=50,
-        check=False,
-    )
-    assert (done.returncode, done.stdout) == (0, "refused\n" * 6), done.stderr
+    assert printed(FORKED, str(model.folder)) == "refused\n" * 6
 
 
 FORKED_FIRST = """
@@ -140,9 +136,7 @@ FORKED_FIRST = """
 
 
 def test_a_new_engine_in_a_fork_is_refused_unless_it_has_one_thread(model: Model) -> None:
-    script = [sys.executable, "-c", textwrap.dedent(FORKED_FIRST), str(model.folder)]
-    done = subprocess.run(script, capture_output=True, text=True, timeout=50, check=True)
-    assert done.stdout.splitlines() == ["True True", "served 1", "2"], done.stderr
+    assert printed(FORKED_FIRST, str(model.folder)).splitlines() == ["True True", "served 1", "2"]
 
 
 def test_an_engine_is_not_copied(model: Model) -> None:

@@ -33,6 +33,15 @@ def browser() -> Iterator["sync_api.Browser"]:  # type: ignore[name-defined]
         browser.close()
 
 
+def new_page(browser: "sync_api.Browser") -> tuple["sync_api.Page", list[str]]:  # type: ignore[name-defined]
+    """A page that has the key, and what goes wrong on it."""
+    page = browser.new_context(http_credentials={"username": "", "password": "s3cret!"}).new_page()
+    problems: list[str] = []
+    page.on("console", lambda message: problems.append(message.text) if message.type == "error" else None)
+    page.on("pageerror", lambda error: problems.append(str(error)))
+    return page, problems
+
+
 def wait_for(page: "sync_api.Page", condition: str) -> None:  # type: ignore[name-defined]
     # Playwright's own waiting evaluates text within the page, which the page's policy forbids.
     deadline = time.monotonic() + 20
@@ -43,11 +52,7 @@ def wait_for(page: "sync_api.Page", condition: str) -> None:  # type: ignore[nam
 
 def test_the_page_shows_what_the_server_does(browser: "sync_api.Browser") -> None:  # type: ignore[name-defined]
     with serving(max_model_len=64, api_key="s3cret!", idle=False) as served:
-        context = browser.new_context(http_credentials={"username": "", "password": "s3cret!"})
-        page = context.new_page()
-        problems: list[str] = []
-        page.on("console", lambda message: problems.append(message.text) if message.type == "error" else None)
-        page.on("pageerror", lambda error: problems.append(str(error)))
+        page, problems = new_page(browser)
         page.goto(served.url)
         wait_for(page, "document.getElementById('state').textContent === 'serving'")
         assert page.text_content("#model") == MODEL
@@ -90,16 +95,12 @@ def test_the_page_shows_what_the_server_does(browser: "sync_api.Browser") -> Non
         served.engine.fail("the device is gone")
         wait_for(page, "document.getElementById('state').className === 'bad'")
         assert page.text_content("#state") == "the device is gone"
-        context.close()
+        page.context.close()
 
 
 def test_the_api_is_described_and_can_be_tried(browser: "sync_api.Browser") -> None:  # type: ignore[name-defined]
     with serving(max_model_len=64, api_key="s3cret!") as served:
-        context = browser.new_context(http_credentials={"username": "", "password": "s3cret!"})
-        page = context.new_page()
-        problems: list[str] = []
-        page.on("console", lambda message: problems.append(message.text) if message.type == "error" else None)
-        page.on("pageerror", lambda error: problems.append(str(error)))
+        page, problems = new_page(browser)
         page.on("request", lambda request: problems.extend([] if served.url in request.url else [request.url]))
         page.goto(f"{served.url}/docs")
         wait_for(page, "document.querySelectorAll('details').length > 7")
@@ -112,4 +113,4 @@ def test_the_api_is_described_and_can_be_tried(browser: "sync_api.Browser") -> N
         wait_for(page, "[...document.querySelectorAll('pre')].some(pre => pre.textContent)")
         assert '"max_model_len":64' in part.locator("pre").inner_text()
         assert problems == []
-        context.close()
+        page.context.close()

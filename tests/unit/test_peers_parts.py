@@ -242,18 +242,12 @@ def test_streams_that_cannot_be_counted() -> None:
 # ---- rates ----
 
 
-def test_given_rates_come_in_rounds() -> None:
-    rates, runs = FixedRates(first_rate=1.0, rates=(8.0, 4.0), repeats=2), list[RateRun]()
+def test_given_rates_come_in_rounds_and_runs_of_before_are_not_run_again() -> None:
+    rates = FixedRates(first_rate=1.0, rates=(8.0, 4.0, 2.0), repeats=2)
+    runs = [RateRun(rate, 1.0, stable=True) for rate in (4.0, 16.0)]
     while (rate := rates.next_rate(runs)) is not None:
         runs.append(RateRun(rate, 1.0, stable=True))
-    assert [run.rate for run in runs] == [8.0, 4.0, 8.0, 4.0]
-
-
-def test_runs_of_before_are_not_run_again() -> None:
-    rates = FixedRates(first_rate=1.0, rates=(8.0, 4.0, 2.0), repeats=1)
-    runs = [RateRun(rate, 1.0, stable=True) for rate in (4.0, 16.0)]
-    assert rates.next_rate(runs) == 8.0
-    assert rates.next_rate([*runs, RateRun(8.0, 1.0, stable=True)]) == 2.0
+    assert [run.rate for run in runs[2:]] == [8.0, 2.0, 8.0, 4.0, 2.0]
 
 
 # ---- the host's processors ----
