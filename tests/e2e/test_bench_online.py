@@ -134,9 +134,10 @@ def test_warm_up_is_in_no_figure(trace: Path, monkeypatch: pytest.MonkeyPatch) -
         add_request(engine, request_id, *arguments, **settings)
 
     monkeypatch.setattr(Engine, "add_request", note)
-    flat = printed(bench("--num-warmups", "8", "--policy", "mixed", "--json", trace=trace))
+    flat = printed(bench("--num-warmups", "8", "--policy", "mixed", "--save-detailed", "--json", trace=trace))
     assert sent == [*(f"warmup-{i}" for i in range(8)), *map(str, range(6))]
     assert (flat["completed"], flat["total_output_tokens"]) == (6, 35)
+    assert flat["output_lens"] == [output for _, output in LENGTHS]
     # Warm-up's arrivals take 0.14 s, and all the workload's tokens at most one forward each.
     assert flat["num_steps"] <= 6 + 35
 
