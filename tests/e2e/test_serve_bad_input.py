@@ -193,12 +193,6 @@ def test_a_huge_body_is_refused_before_it_is_read(served: Served) -> None:
     assert "found more than 20,000 bytes" in message
 
 
-def test_other_paths_and_methods(served: Served) -> None:
-    refused(served.http.get("/v2/nothing"), 404)
-    refused(served.http.get(COMPLETIONS), 405)
-    refused(served.http.delete("/v1/models"), 405)
-
-
 def test_requests_that_schemathesis_makes_up_are_answered_as_described(served: Served) -> None:
     """From the server's own OpenAPI description: good, bad and absurd ones."""
     schema = schemathesis.openapi.from_url(f"{served.url}/openapi.json")

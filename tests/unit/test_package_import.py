@@ -5,11 +5,9 @@ import subprocess
 import sys
 import time
 
-import click
 import pytest
 
 from bullet_graph._imports import load
-from bullet_graph.cli.main import LazyGroup, main
 
 HEAVY = {"torch", "triton", "flashinfer", "transformers", "cuda", "numpy", "rich", "matplotlib", "fastapi"}
 
@@ -43,17 +41,6 @@ def test_the_engine_needs_torch_but_no_gpu_library_and_leaves_the_collector_runn
         "print(gc.isenabled(), gc.get_freeze_count())"
     )
     assert in_a_process(code) == "['torch']\nTrue 0\n"
-
-
-def test_every_command_of_the_tables_is_there() -> None:
-    context = click.Context(main)
-    groups = [main, *(main.get_command(context, name) for name in ("bench", "capture"))]
-    for group in groups:
-        assert isinstance(group, LazyGroup)
-        for name in group.list_commands(context):
-            command = group.get_command(context, name)
-            assert command is not None
-            assert command.name == name
 
 
 @pytest.mark.parametrize(("before", "left"), [("gc.disable()", "False 0"), ("gc.freeze()", "True ")])

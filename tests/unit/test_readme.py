@@ -23,6 +23,7 @@ def all_commands(command: click.Command = main, path: tuple[str, ...] = ()) -> I
         for name in command.list_commands(CONTEXT):
             child = command.get_command(CONTEXT, name)
             assert child is not None
+            assert child.name == name
             yield from all_commands(child, (*path, name))
 
 

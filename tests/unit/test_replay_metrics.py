@@ -10,14 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bullet_graph.engine.replay import Replay
-from bullet_graph.perf.metrics import (
-    PercentileSummary,
-    QueueGrowth,
-    ReplayResult,
-    RequestMetrics,
-    ServedRequest,
-    summarize_ms,
-)
+from bullet_graph.perf.metrics import QueueGrowth, ReplayResult, RequestMetrics, ServedRequest
 from bullet_graph.slo import NO_TARGETS, Slo
 from bullet_graph.workloads import Arrivals
 
@@ -227,9 +220,3 @@ def test_times_that_come_later_do_not_count() -> None:
     assert metrics.token_times_from(1) == (1.5,)
     assert (metrics.ttft_ms, metrics.tpot_ms, metrics.e2e_ms) == (250, 250, 500)
     assert metrics.itl_ms == (250,)
-
-
-def test_summary_of_one_and_of_none() -> None:
-    assert summarize_ms([7.0]) == PercentileSummary(7.0, 0.0, 7.0, 7.0, 7.0, 7.0)
-    assert summarize_ms([7.0, None]) == summarize_ms([7.0])
-    assert summarize_ms(iter(())) is None
