@@ -122,12 +122,6 @@ def test_the_process_is_left_as_it_was(model: Checkpoint) -> None:
     assert state() == before
 
 
-def test_the_tiny_preset_runs_on_a_gpu_as_well() -> None:
-    with Engine("tiny", device="cuda", max_num_seqs=4, kv_cache_bytes=2**28) as engine:
-        outputs = engine.generate([[1, 2, 3], [4] * 50], GREEDY, use_tqdm=False)
-    assert [len(output.outputs[0].token_ids) for output in outputs] == [GREEDY.max_tokens] * 2
-
-
 def test_auto_without_a_table_serves_in_fixed_chunks(model: Checkpoint) -> None:
     with pytest.warns(PerfTableWarning, match="forwards have at most 512 rows"):
         engine = Engine(str(model.folder), policy="auto", max_num_seqs=4, kv_cache_bytes=2**28)
