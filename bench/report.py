@@ -258,8 +258,12 @@ def simulated_rows(folder: Path) -> Iterator[str]:
             " / ".join(f"{scale * way[name]:,.{digits}f}" for way in ways)
             for name, scale, digits in (("slo_attainment", 100, 1), ("median_tpot_ms", 1, 1), ("p99_ttft_ms", 1, 0))
         )
+        others = " / ".join(f"{100 * row['on_time'][policy]:.1f}" for policy in ("mixed", "split"))
         workload = row["workload"].rpartition(":")[2]
-        yield f"| {row['model']}, {workload}, {row['request_rate']:.3g}/s | {' | '.join(cells)} |"
+        yield (
+            f"| {row['model']}, {workload}, {row['request_rate']:.3g}/s | {' | '.join(cells)} | {others} | "
+            f"{100 * row['split_share']:.0f} |"
+        )
 
 
 # ---- the report ----
@@ -311,10 +315,11 @@ sharing wins. \\*: less than 120 s of arrivals.
 SIMULATED = """
 ## Simulated beside measured
 
-The sustained runs of `auto`: measured / simulated with the current planner (`python -m bench.simulator_error`).
+The sustained runs of `auto`: measured / simulated with the current planner (`python -m bench.simulator_error`); then
+who is on time under `mixed` and `split`, simulated, and the share of device time that `auto` runs split.
 
-| model, requests, rate | on time, % | median TPOT, ms | p99 TTFT, ms |
-| --- | ---: | ---: | ---: |
+| model, requests, rate | on time, % | median TPOT, ms | p99 TTFT, ms | `mixed` / `split` | split, % |
+| --- | ---: | ---: | ---: | ---: | ---: |
 """
 FILES = "\n## Files\n\nEach file names its device, versions and commit.\n\n"
 
@@ -335,10 +340,10 @@ def _newest(sources: Sequence[Source]) -> dict[str, Any]:
     return max(found, key=lambda p: str(p.get("date_utc") or ""), default={})
 
 
-def other_gpus(results: Path) -> Iterator[str]:
-    """A section for each other GPU, from the folders beside this one; CPUs and simulations are none."""
-    for folder in sorted(f for f in results.resolve().parent.iterdir() if f.is_dir()):
-        if folder.name in ("cpu", "simulated", results.resolve().name):
+def other_gpus(results: Path, own: str) -> Iterator[str]:
+    """A section for each folder of another GPU; CPUs and simulations are none."""
+    for folder in sorted(f for f in results.iterdir() if f.is_dir()):
+        if folder.name in ("cpu", "simulated", Path(own).name):
             continue
         sources = read_results(folder)
         newest = _newest(sources)
@@ -348,22 +353,15 @@ def other_gpus(results: Path) -> Iterator[str]:
             yield head + TABLE + "\n".join(map(str, headlines(sources, tasks_of(sources))))
 
 
-def make_report(
-    sources: Sequence[Source],
-    folder: str,
-    pictures: str,
-    fleets: Sequence[str] = (),
-    simulated: Sequence[str] = (),
-    others: Sequence[str] = (),
-) -> str:
+def make_report(sources: Sequence[Source], folder: str, pictures: str, simulations: Path) -> str:
     """The report as Markdown; the same text for the same files.
 
-    ``fleets`` are rows of :func:`fleet_rows`, ``simulated`` of :func:`simulated_rows`; ``others`` are sections of
-    :func:`other_gpus`.
+    ``pictures`` is the name of the plots' folder, ``simulations`` the folder of what was simulated.
     """
     newest = _newest(sources)
     versions = newest.get("versions") or {}
     tasks = tasks_of(sources)
+    simulated, fleets = "\n".join(simulated_rows(simulations)), "\n".join(fleet_rows(simulations))
     head = INTRODUCTION.format(
         folder=folder,
         device=newest.get("device_name", "unknown"),
@@ -375,9 +373,8 @@ def make_report(
         "",
         *(f"![{text}]({pictures}/{name})" for name, text in PLOTS.items()),
         WORSE + "\n".join(line for task in tasks for line in worse_rows(task)),
-        *others,
-        *([SIMULATED + "\n".join(simulated)] if simulated else ()),
-        *([FLEETS + "\n".join(fleets)] if fleets else ()),
+        *other_gpus(simulations.parent, folder),
+        *(head + rows for head, rows in ((SIMULATED, simulated), (FLEETS, fleets)) if rows),
         FILES + "\n".join(_file_lines(sources)),
     ]
     return "\n".join(lines) + "\n"
@@ -387,9 +384,8 @@ def _file_lines(sources: Sequence[Source]) -> Iterator[str]:
     for source in sources:
         if source.command:
             yield f"- `{source.name}` ({source.date[:10] or 'no date'}): {source.command}"
-    for text, is_comparison in (("Settings alone", True), ("Neither", False)):
-        if names := [f"`{s.name}`" for s in sources if not s.command and s.is_comparison is is_comparison]:
-            yield f"\n{text}: {', '.join(names)}."
+    if names := [f"`{source.name}`" for source in sources if not source.command]:
+        yield f"\nWithout its command: {', '.join(names)}."
 
 
 # ---- plots ----
@@ -479,9 +475,7 @@ def main(results: Path, output: Path, check: bool) -> None:
         path = results.resolve()
         shown = path.relative_to(BENCH.parent).as_posix() if path.is_relative_to(BENCH.parent) else path.name
         try:
-            folder = results.parent / "simulated"
-            fleets, simulated = list(fleet_rows(folder)), list(simulated_rows(folder))
-            text = make_report(sources, shown, pictures.name, fleets, simulated, list(other_gpus(results)))
+            text = make_report(sources, shown, pictures.name, path.parent / "simulated")
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise ConfigError(f"a file in {results} is damaged: {type(error).__name__}: {error}") from error
     except BulletGraphError as error:

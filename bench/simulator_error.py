@@ -1,6 +1,6 @@
 """``python -m bench.simulator_error``: simulates each sustained run that was measured, for a comparison of both.
 
-Model, workload, rate, targets, limits and KV cache are those of the measured run.
+Model, workload, rate, targets, limits and KV cache are those of the measured run. Other policies are simulated as well.
 """
 
 import json
@@ -23,6 +23,7 @@ from bullet_graph.perf.roofline import kv_cache_bytes_per_token
 from bullet_graph.perf.table import gpu_nickname
 
 FIGURES = ("slo_attainment", "median_ttft_ms", "p99_ttft_ms", "median_tpot_ms", "p99_itl_ms", "output_throughput")
+POLICIES = ("auto", "mixed", "split")
 _LIMITS = ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "kv_cache_dtype", "seed")
 
 
@@ -51,18 +52,20 @@ def command_of(settings: dict[str, Any], cell: dict[str, Any], run: Run) -> list
         "kv-cache-bytes": tokens * kv_cache_bytes_per_token(model, dtype_bytes=2),
         **{name.replace("_", "-"): value for name, value in limits.items()},
     }
-    return ["simulate", "--sweep", *(word for name, value in options.items() for word in (f"--{name}", str(value)))]
+    words = [*options.items(), *(("policy", policy) for policy in POLICIES)]
+    return ["simulate", "--sweep", *(word for name, value in words for word in (f"--{name}", str(value)))]
 
 
-def simulated(arguments: list[str]) -> Run:
-    """The figures of the one run that a command simulates. Raises ConfigError where it fails."""
+def simulated(arguments: list[str]) -> dict[str, Run]:
+    """The figures of the one run that a command simulates of each policy. Raises ConfigError where it fails."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "run.json")
         command = [sys.executable, "-m", "bullet_graph", *arguments, "--output-json", str(path)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             raise ConfigError(f"bullet-graph {' '.join(arguments)} failed: {done.stderr.strip()}")
-        return dict(json.loads(path.read_text(encoding="utf-8"))["policies"]["auto"]["results"][0])
+        found = json.loads(path.read_text(encoding="utf-8"))["policies"]
+        return {policy: found[policy]["results"][0] for policy in POLICIES}
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"], "show_default": True})
@@ -74,7 +77,7 @@ def simulated(arguments: list[str]) -> Run:
 )
 @click.option("--output-json", type=click.Path(dir_okay=False, path_type=Path), required=True)
 def main(results: Path, output_json: Path) -> None:
-    """Simulate what was measured. A run takes some 25 s.
+    """Simulate what was measured. A run takes some 30 s.
 
     \b
     Example:
@@ -89,8 +92,11 @@ def main(results: Path, output_json: Path) -> None:
                 row = {"file": source.name, "model": source.fields["settings"]["model"]}
                 row |= {name: cell[name] for name in ("workload", "slo")}
                 row |= {name: run[name] for name in ("request_rate", "stable", "date")}
-                figures = {"measured": run, "simulated": simulated(arguments)}
-                rows.append(row | {way: {name: one[name] for name in FIGURES} for way, one in figures.items()})
+                runs = simulated(arguments)
+                figures = {"measured": run, "simulated": runs["auto"]}
+                row |= {way: {name: one[name] for name in FIGURES} for way, one in figures.items()}
+                row["split_share"] = runs["auto"]["policy_shares"].get("split", 0.0)
+                rows.append(row | {"on_time": {policy: one["slo_attainment"] for policy, one in runs.items()}})
         write_report(output_json, {"rows": rows}, device="cpu")
     except BulletGraphError as error:
         raise Refusal(str(error)) from error

@@ -316,7 +316,7 @@ def simulate(
 
     found = {
         policy: goodput_fields(runs_of[policy])
-        | {"results": [run.result.fields(detailed=save_detailed) for run in runs]}
+        | {"results": [run.fields(detailed=save_detailed) for run in runs]}
         for policy, runs in searches.items()
     }
     output.emit(simulator.describe() | {"tolerance": search.tolerance, "policies": found}, show)

@@ -94,7 +94,7 @@ def test_figures_ratios_and_limits(results: Path, tmp_path: Path) -> None:
     assert "| start, llama-3.1-8b, from a capture cache | 6.5 s |" in text
     assert "| 24/s, 20/s | 900 / 10 | 10 / 10 | 20/s (100 and 95 % on time): TTFT p99 4.00× |" in text
     assert "- `startup.json` (2026-01-02): `bullet-graph bench startup`" in text
-    assert "Neither: `bare.json`, `notes.json`." in text
+    assert "Without its command: `bare.json`, `notes.json`, `peers_conv.json`, `peers_offline.json`." in text
     pictures = sorted(path.name for path in (tmp_path / "report").iterdir())
     assert pictures == ["goodput.svg", "on_time.svg", "startup.svg"]
     assert all(f"](report/{name})" in text for name in pictures)
@@ -117,8 +117,9 @@ def test_a_measured_run_is_simulated_by_its_own_settings(tmp_path: Path) -> None
     words = f"h200 llama-3.1-8b synthetic:conv --first-rate 1.5 --max-num-seqs 7 --kv-cache-bytes {160_016 * 131_072}"
     assert {*words.split(), "ttft:500 tpot:50"} <= set(arguments)
     figures = simulator_error.simulated([*arguments, "--smoke", "--num-prompts", "20"])
-    assert (figures["request_rate"], figures["backend"]) == (1.5, "bullet-graph simulate")
-    assert figures.keys() >= set(simulator_error.FIGURES)
+    assert list(figures) == ["auto", "mixed", "split"]
+    assert {(run["request_rate"], run["backend"]) for run in figures.values()} == {(1.5, "bullet-graph simulate")}
+    assert figures["auto"].keys() >= {*simulator_error.FIGURES, "policy_shares"}
     with pytest.raises(ConfigError, match=r"failed: .*no-such"):
         simulator_error.simulated([*arguments, "--gpu", "no-such"])
 
