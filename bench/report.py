@@ -315,7 +315,7 @@ sharing wins. \\*: less than 120 s of arrivals.
 SIMULATED = """
 ## Simulated beside measured
 
-The sustained runs of `auto`: measured / simulated with the current planner (`python -m bench.simulator_error`); then
+Sustained runs of `auto`: measured / simulated with the current planner (`python -m bench.simulator_error`); then
 who is on time under `mixed` and `split`, simulated, and the share of device time that `auto` runs split.
 
 | model, requests, rate | on time, % | median TPOT, ms | p99 TTFT, ms | `mixed` / `split` | split, % |

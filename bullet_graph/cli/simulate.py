@@ -315,8 +315,7 @@ def simulate(
         print_table(goodput_table(None, runs_of, search.tolerance))
 
     found = {
-        policy: goodput_fields(runs_of[policy])
-        | {"results": [run.fields(detailed=save_detailed) for run in runs]}
+        policy: goodput_fields(runs_of[policy]) | {"results": [run.fields(detailed=save_detailed) for run in runs]}
         for policy, runs in searches.items()
     }
     output.emit(simulator.describe() | {"tolerance": search.tolerance, "policies": found}, show)
