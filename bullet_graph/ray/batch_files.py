@@ -190,9 +190,11 @@ class PartFile:
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o644)
 
     def append(self, row: Mapping[str, Any]) -> None:
-        """Append a row of the output; OSError where it has no room."""
+        """Append a row of the output; OSError where it has no room, and then nothing of it is there."""
         line = to_json(row) + b"\n"
         if (written := os.write(self._file, line)) < len(line):
+            # The next row would go on in its line.
+            os.ftruncate(self._file, os.fstat(self._file).st_size - written)
             raise OSError(f"a row of {len(line)} bytes must be written, and {written} bytes were: is the disk full?")
 
     def sync(self) -> None:

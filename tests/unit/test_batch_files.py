@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -132,6 +133,20 @@ def test_an_output_has_each_row_once_whatever_was_written_twice_or_torn(tmp_path
         assert folder.done == {"a", "b", "c"}
     with pytest.raises(ConfigError, match="differs in input"), OutputFolder(path, {"input": "2"}):
         pass
+
+
+def test_a_row_that_the_disk_took_in_part_is_taken_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with OutputFolder(tmp_path, {}) as folder:
+        part = PartFile(tmp_path)
+        part.append(row("a"))
+        with monkeypatch.context() as full:
+            write = os.write
+            full.setattr(os, "write", lambda file, data: write(file, data[:9]))
+            with pytest.raises(OSError, match="9 bytes were"):
+                part.append(row("b"))
+        part.append(row("c"))
+        folder.refresh()
+        assert folder.done == {"a", "c"}
 
 
 def test_without_ray_the_command_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
