@@ -4,6 +4,7 @@ import hashlib
 import io
 import json
 import os
+import re
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
@@ -27,7 +28,7 @@ _MOST_TOKENS = 2**31 - 1
 """Stands for a chat without an output limit."""
 _DEFAULT_COMPLETION_TOKENS = 16
 _ENVELOPE = ("custom_id", "method", "url", "body")
-_INPUT_ENDINGS = (".jsonl", ".jsonl.gz", ".json", ".parquet")
+_INPUT_NAME = re.compile(r"\.(parquet|(jsonl|ndjson|json)(\.(gz|bz2|lz4|zst))?)$")
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,8 @@ def read_input(location: str, defaults: Mapping[str, Any] | None = None) -> Batc
     """Read a batch: OpenAI's batch format, or rows that are bodies of requests (``prompt`` or ``messages``).
 
     ``location`` is a file, a folder of files, or a URI that pyarrow knows, such as ``s3://bucket/prompts.jsonl``. Files
-    are JSON lines, perhaps compressed, or parquet. ``defaults`` are fields of bodies that leave them out.
+    are JSON lines, perhaps compressed, or parquet. ``defaults`` are fields of bodies that leave them out. A folder
+    may have other files too if their names begin with ``.`` or ``_``.
 
     Raises:
         WorkloadError: a file cannot be read, a row has neither form, or two rows have one ``custom_id``; the
@@ -101,11 +103,23 @@ def _rows(location: str) -> Iterator[tuple[str, Any]]:
         paths = [path]
         if found.type == pafs.FileType.Directory:
             each = files.get_file_info(pafs.FileSelector(path, recursive=True))
-            paths = sorted(info.path for info in each if info.path.endswith(_INPUT_ENDINGS))
+            paths = sorted(info.path for info in each if info.is_file and _is_input(info.path, path))
         for path in paths:
             yield from (_parquet_rows if path.endswith(".parquet") else _json_rows)(files, path)
     except (OSError, pa.ArrowException) as error:
         raise WorkloadError(f"{location}: this input cannot be read: {error}") from error
+
+
+def _is_input(path: str, folder: str) -> bool:
+    if _INPUT_NAME.search(path):
+        return True
+    # Spark and others put such files beside theirs: _SUCCESS, .part-0.crc.
+    if any(name.startswith((".", "_")) for name in path.removeprefix(folder).split("/")):
+        return False
+    raise WorkloadError(
+        f"{path}: files of an input folder must end in .jsonl, .ndjson or .json, perhaps with .gz, .bz2, .lz4 or .zst, "
+        "or in .parquet: rename it, or move it away"
+    )
 
 
 def _json_rows(files: pafs.FileSystem, path: str) -> Iterator[tuple[str, Any]]:

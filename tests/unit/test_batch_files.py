@@ -73,8 +73,22 @@ def test_parquet_compressed_lines_folders_and_uris_hold_the_same_rows(tmp_path: 
     folder.mkdir()
     write(folder / "2.jsonl", rows[1])
     write(folder / "1.jsonl", rows[0])
-    (folder / "notes.txt").write_text("no row")
     assert read_input(str(folder)).custom_ids == ["x", "y"]
+
+
+def test_a_folder_is_read_whole_or_refused(tmp_path: Path) -> None:
+    endings = ("jsonl", "jsonl.bz2", "jsonl.lz4", "jsonl.zst", "json.gz", "ndjson", "ndjson.zst")
+    for ending in endings:
+        with pa.output_stream(str(tmp_path / f"a.{ending}"), compression="detect") as file:
+            file.write(json.dumps({"prompt": "a", "custom_id": ending}).encode())
+        assert read_input(str(tmp_path / f"a.{ending}")).custom_ids == [ending]
+    (tmp_path / "of_a_day.json").mkdir()
+    for beside in ("_SUCCESS", ".a.jsonl.crc", "of_a_day.json/_SUCCESS"):
+        (tmp_path / beside).write_text("no row")
+    assert set(read_input(str(tmp_path)).custom_ids) == set(endings)
+    (tmp_path / "of_a_day.json" / "notes.txt").write_text("no row")
+    with pytest.raises(WorkloadError, match=r"of_a_day\.json/notes\.txt: .* must end in \.jsonl, .*rename it"):
+        read_input(str(tmp_path))
 
 
 @pytest.mark.parametrize(
