@@ -29,6 +29,8 @@ _MOST_TOKENS = 2**31 - 1
 _DEFAULT_COMPLETION_TOKENS = 16
 _ENVELOPE = ("custom_id", "method", "url", "body")
 _INPUT_NAME = re.compile(r"\.(parquet|(jsonl|ndjson|json)(\.(gz|bz2|lz4|zst))?)$")
+_LIMITS = ("max_completion_tokens", "max_tokens")
+"""Two names of one field."""
 
 
 @dataclass(frozen=True)
@@ -139,10 +141,10 @@ def _parquet_rows(files: pafs.FileSystem, path: str) -> Iterator[tuple[str, Any]
     with files.open_input_file(path) as file:
         number = 0
         for batch in pq.ParquetFile(file).iter_batches():
-            for row in batch.to_pylist():
+            for cells in zip(*batch.columns, strict=True):
                 number += 1
-                # A struct has each field of all rows: those of other rows are null.
-                row = _without_nulls(row)
+                found = {name: _value(cell) for name, cell in zip(batch.schema.names, cells, strict=True)}
+                row = {name: value for name, value in found.items() if value is not None}
                 if isinstance(row.get("body"), str):
                     try:
                         row["body"] = from_json(row["body"])
@@ -151,10 +153,21 @@ def _parquet_rows(files: pafs.FileSystem, path: str) -> Iterator[tuple[str, Any]
                 yield f"{path}, row {number}", row
 
 
-def _without_nulls(value: Any) -> Any:
+def _value(cell: pa.Scalar) -> Any:
+    """A cell as a value of JSON."""
+    try:
+        return _plain(cell.as_py())
+    except UnicodeDecodeError as error:
+        return [[str(error)]]  # which no field of a request takes
+
+
+def _plain(value: Any) -> Any:
+    """Bytes as text, and structs without nulls: they have each field of all rows."""
     if isinstance(value, dict):
-        return {name: _without_nulls(each) for name, each in value.items() if each is not None}
-    return [_without_nulls(each) for each in value] if isinstance(value, list) else value
+        return {name: _plain(each) for name, each in value.items() if each is not None}
+    if isinstance(value, list | tuple):
+        return [_plain(each) for each in value]
+    return value.decode() if isinstance(value, bytes) else value
 
 
 def _request(row: Any, where: str, number: int, defaults: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
@@ -177,7 +190,9 @@ def _request(row: Any, where: str, number: int, defaults: Mapping[str, Any]) -> 
     if not isinstance(custom_id, str) or not custom_id:
         raise WorkloadError(f"{where}: custom_id must be a text that is not empty, found {custom_id!r:.80}")
     if isinstance(request["body"], dict):
-        request["body"] = {**defaults, **request["body"]}
+        given = request["body"].keys()
+        left_out = _LIMITS if not given.isdisjoint(_LIMITS) else ()
+        request["body"] = {k: v for k, v in defaults.items() if k not in left_out} | request["body"]
     return custom_id, request
 
 
@@ -185,11 +200,12 @@ def _output_tokens(request: Mapping[str, Any]) -> int:
     """The most tokens that a request asks for, as far as it is valid."""
     body = request["body"] if isinstance(request["body"], dict) else {}
     default = _DEFAULT_COMPLETION_TOKENS if request["url"] == COMPLETIONS else _MOST_TOKENS
-    asked = (body.get(name) for name in ("max_completion_tokens", "max_tokens"))
+    asked = (body.get(name) for name in _LIMITS)
     tokens = next((each for each in asked if isinstance(each, int)), default)
     samples, prompt = body.get("n"), body.get("prompt")
     prompts = len(prompt) if isinstance(prompt, list) and not any(isinstance(each, int) for each in prompt) else 1
-    return min(tokens * (samples if isinstance(samples, int) else 1) * prompts, _MOST_TOKENS)
+    wanted = tokens * (samples if isinstance(samples, int) else 1) * prompts
+    return max(0, min(wanted, _MOST_TOKENS))
 
 
 class PartFile:

@@ -15,6 +15,8 @@ pa = pytest.importorskip("pyarrow", reason="needs the extra `ray`: pip install '
 from pyarrow import parquet  # noqa: E402
 
 from bullet_graph.ray.batch_files import CHAT, COMPLETIONS, OutputFolder, PartFile, read_input  # noqa: E402
+from bullet_graph.serve.errors import ApiError, read_request  # noqa: E402
+from bullet_graph.serve.protocol import ChatCompletionRequest, CompletionRequest  # noqa: E402
 
 MESSAGES = [{"role": "user", "content": "a"}]
 ENVELOPE = {"custom_id": "x", "method": "POST", "url": COMPLETIONS, "body": {"prompt": "a", "max_tokens": 9}}
@@ -40,6 +42,35 @@ def test_rows_of_both_forms_become_requests_with_defaults(tmp_path: Path) -> Non
         {"method": "POST", "url": COMPLETIONS, "body": {"max_tokens": 5, "prompt": [1]}},
         {"method": "POST", "url": CHAT, "body": {"max_tokens": 3, "messages": MESSAGES}},
     ]
+
+
+@pytest.mark.parametrize("odd", [{"max_tokens": -(10**21)}, {"n": -(10**21)}, {"n": 10**21}], ids=str)
+def test_numbers_that_no_request_may_have_are_for_their_row_to_refuse(tmp_path: Path, odd: dict[str, int]) -> None:
+    found = read_input(write(tmp_path / "a.jsonl", {"prompt": "a"}, {"prompt": "b"} | odd))
+    assert json.loads(found.lines[1])["body"] == {"prompt": "b"} | odd
+    assert 0 <= found.output_tokens[1] < 2**31
+
+
+def test_bytes_of_parquet_are_texts_or_an_error_of_their_row(tmp_path: Path) -> None:
+    column = pa.array([b"a", b"\xff\xd8"])
+    messages = pa.array([[{"role": "user", "content": text}] for text in column.to_pylist()])
+    as_text = pa.Array.from_buffers(pa.string(), 2, column.buffers())
+    for prompts in ({"prompt": column}, {"prompt": as_text}, {"messages": messages}):
+        (name,) = prompts
+        parquet.write_table(pa.table(prompts), tmp_path / "a.parquet")
+        good, bad = (json.loads(line) for line in read_input(str(tmp_path / "a.parquet")).lines)
+        assert good["body"] == {name: MESSAGES if name == "messages" else "a"}
+        with pytest.raises(ApiError, match=f"`{name}.*can't decode"):
+            read_request(ChatCompletionRequest if name == "messages" else CompletionRequest, bad["body"])
+
+
+def test_a_default_limit_is_left_out_beside_the_limit_by_its_other_name(tmp_path: Path) -> None:
+    names = ("max_tokens", "max_completion_tokens")
+    path = write(tmp_path / "a.jsonl", *({"messages": MESSAGES} | {name: 3} for name in names), {"messages": MESSAGES})
+    for default in names:
+        bodies = [json.loads(line)["body"] for line in read_input(path, {default: 7}).lines]
+        limits = [{name: body[name] for name in names if name in body} for body in bodies]
+        assert limits == [{"max_tokens": 3}, {"max_completion_tokens": 3}, {default: 7}]
 
 
 def test_the_longest_outputs_come_first(tmp_path: Path) -> None:
