@@ -30,6 +30,7 @@ _NOT_SERVED = {
     "stop_conditions": ("max_thinking_tokens",),
     "": ("multi_modal_data", "prompt_embeds", "prefill_result", "bootstrap_info"),
 }
+_NOTHING_AT_ONE = ("n", "best_of", "length_penalty")
 
 
 def read_request(
@@ -41,10 +42,13 @@ def read_request(
     Raises RequestError for what the engine does not do, SamplingParamsError for a wrong value.
     """
     for name, value in _given(request, _NOT_SERVED):
-        if value is True or value not in (None, False, 1, [], {}):
+        asks_for_nothing = value is None or value is False or value in ([], {})
+        if not (asks_for_nothing or (name in _NOTHING_AT_ONE and value == 1)):
             raise RequestError(f"`{name}` is not supported by this worker, found {value!r:.80}: leave it out")
     prompt = [*request["token_ids"]]
     own = {name: value for name, value in _given(request, _SAME_NAMES) if value is not None}
+    if "seed" in own:
+        own["seed"] %= 2**63  # as on the server: the API's seeds may be negative
     stop_ids = dict.fromkeys(i for _, ids in _given(request, _STOP_TOKENS) for i in ids or ())
     structured = _structured_outputs((request.get("sampling_options") or {}).get("guided_decoding"))
     room = {"max_tokens": max(max_model_len - len(prompt), 1)}

@@ -27,6 +27,7 @@ from bullet_graph.errors import ConfigError, ModelError, RequestError, SamplingP
 from bullet_graph.models.tokenizer import Tokenizer
 from bullet_graph.perf.metrics import RequestMetrics
 from bullet_graph.sampling_params import SamplingParams, StructuredOutputs
+from bullet_graph.serve.protocol import CompletionRequest
 
 STOPS = (
     *("max_tokens", "stop", "stop_token_ids", "stop_token_ids_visible", "stop_token_ids_hidden", "min_tokens"),
@@ -112,6 +113,8 @@ def test_structured_outputs(wanted: dict[str, Any], found: dict[str, Any] | None
         ({"sampling_options": {"length_penalty": 0.5}}, "`length_penalty`"),
         ({"sampling_options": {"guided_decoding": {"json": {}, "whitespace_pattern": " "}}}, "`whitespace_pattern`"),
         ({"stop_conditions": {"max_thinking_tokens": 9}}, "`max_thinking_tokens`"),
+        ({"stop_conditions": {"max_thinking_tokens": 1}}, "`max_thinking_tokens`"),
+        ({"stop_conditions": {"max_thinking_tokens": 0}}, "`max_thinking_tokens`"),
         ({"multi_modal_data": {"image_url": ["x"]}}, "`multi_modal_data`"),
         ({"prefill_result": {"x": 1}}, "`prefill_result`"),
     ],
@@ -120,6 +123,17 @@ def test_structured_outputs(wanted: dict[str, Any], found: dict[str, Any] | None
 def test_what_is_not_served_is_refused(groups: dict[str, Any], message: str) -> None:
     with pytest.raises(RequestError, match=message):
         read(with_fields(**groups))
+
+
+def test_what_asks_for_nothing_is_served() -> None:
+    fields = {"n": 1, "best_of": 1, "length_penalty": 1.0, "use_beam_search": False}
+    assert read(with_fields(sampling_options=fields)) == read(REQUEST)
+
+
+def test_a_seed_is_the_servers() -> None:
+    for seed in (-5, -(2**63), 2**63 - 1):
+        server = CompletionRequest(prompt="a", seed=seed).sampling_params(1, {})
+        assert read(with_fields(sampling_options={"seed": seed})).seed == server.seed
 
 
 def test_a_wrong_value_is_an_error_of_the_request() -> None:
