@@ -58,11 +58,19 @@ class RowEngine:
         gate = Gate(self.engine, server.max_queue_len)
         self._generation = Generation(self.engine, server, gate, ServerMetrics(named, self.engine, gate, None))
 
-    async def answer(self, request: Any) -> Answered:
-        """Answer one row: an object with ``method``, ``url`` and ``body``. What is wrong is the answer's error."""
+    async def answer(self, request: Any, *, one_output: bool = False) -> Answered:
+        """Answer one row: an object with ``method``, ``url`` and ``body``. What is wrong is the answer's error.
+
+        With ``one_output``, so is a row that asks for several.
+        """
         tally = Tally()
         try:
-            body = from_json(await self._generation.body(self._read(request), tally))
+            read = self._read(request)
+            if one_output and read.num_outputs > 1:
+                raise ApiError(
+                    400, f"a row has one output, found {read.num_outputs}: give each prompt its own row, leave out `n`"
+                )
+            body = from_json(await self._generation.body(read, tally))
         except Exception as error:
             told = ApiError.of(error)
             return Answered(tally.request_id, told.status, None, told.body["error"], 0, 0)
@@ -88,6 +96,7 @@ class BatchPredictor:
     A batch has the column ``prompt`` (text, or token ids) or ``messages`` (a conversation). It comes back with these
     columns more: ``generated_text`` (str, empty beside an error), ``finish_reason`` (str), ``prompt_tokens`` and
     ``completion_tokens`` (int64), and ``error`` (str, empty without one). A wrong row gets an error and ends nothing.
+    So does one that asks for several outputs.
 
     Args:
         model: a folder, a hub id or a preset.
@@ -107,7 +116,7 @@ class BatchPredictor:
         if field not in batch:
             raise BulletGraphError(f"a batch must have the column prompt or messages, found {', '.join(batch)}")
         rows = [{"method": "POST", "url": url, "body": self._request | {field: _plain(each)}} for each in batch[field]]
-        answered = await asyncio.gather(*map(self._engine.answer, rows))
+        answered = await asyncio.gather(*(self._engine.answer(row, one_output=True) for row in rows))
         if (failure := self._engine.engine.failure) is not None:
             raise failure
         return batch | _columns(answered)

@@ -201,6 +201,16 @@ async def test_a_predictor_adds_columns_to_a_batch(predictor: bullet_graph.ray.B
     assert (await predictor({"messages": chats}))["completion_tokens"].tolist() == [5]
 
 
+async def test_a_row_with_several_outputs_says_what_to_do(predictor: bullet_graph.ray.BatchPredictor) -> None:
+    prompts = np.array([["a", "b"], [[1], [2]], ["a"], [1, 2], ""], object)[:-1]
+    found = await predictor({"prompt": prompts})
+    assert found["completion_tokens"].tolist() == [0, 0, 5, 5]
+    assert all("found 2: give each prompt its own row" in error for error in found["error"][:2])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(predictor._request, "n", 2)
+        assert "leave out `n`" in (await predictor({"prompt": prompts[3:]}))["error"][0]
+
+
 # ---- Ray Serve ----
 
 Ask = Callable[[dict[str, Any]], Awaitable[Any]]
