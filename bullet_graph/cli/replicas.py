@@ -58,8 +58,15 @@ def serve_replicas(
     Raises ConfigError where there are too few GPUs, and what an engine raises.
     """
     gpus = _gpus(number, config)
-    # The front has checked the key and the host.
-    behind = replace(settings, api_key=None, host="0.0.0.0")
+    # The front has checked the key, the host and the limits. It adds headers, and checks the engines' health beside.
+    behind = replace(
+        settings,
+        api_key=None,
+        host="0.0.0.0",
+        max_connections=2**31,
+        max_headers=settings.max_headers + 8,
+        max_header_bytes=settings.max_header_bytes + 4096,
+    )
     started: list[Replica] = []
     connections: list[Connection] = []
     with tempfile.TemporaryDirectory(prefix="bullet_graph_replicas_") as folder:
