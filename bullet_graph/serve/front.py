@@ -84,9 +84,14 @@ class Replica:
         with self._asked():
             request = self._session.request
             async with request(scope["method"], url, data=body, headers=headers, allow_redirects=False) as answer:
+                refusal = await answer.read() if answer.status == 503 else b""
+                if b'"engine_dead"' in refusal:
+                    raise EngineGoneError(f"engine {self.number} is dead, but its process lives")
                 lowered = [(name.lower(), value) for name, value in answer.raw_headers]
                 returned = [pair for pair in lowered if pair[0] not in _NOT_RETURNED]
                 yield {"type": "http.response.start", "status": answer.status, "headers": returned}
+                if refusal:
+                    yield {"type": "http.response.body", "body": refusal, "more_body": True}
                 async for part in answer.content.iter_any():
                     yield {"type": "http.response.body", "body": part, "more_body": True}
                 yield {"type": "http.response.body", "body": b"", "more_body": False}

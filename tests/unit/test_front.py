@@ -1,12 +1,19 @@
 """The front of several engines on one host, before engines that are faked."""
 
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
 from unittest.mock import Mock
 
+import httpx
 import pytest
+from aiohttp import web
 
 from bullet_graph.cli import replicas
 from bullet_graph.config import EngineConfig
 from bullet_graph.errors import ConfigError
+from bullet_graph.serve.errors import ApiError, shutting_down
+from bullet_graph.serve.front import Front, Replica, front_app
 from bullet_graph.serve.settings import ServeSettings
 
 
@@ -23,3 +30,59 @@ def test_engines_have_room_for_what_the_front_lets_in_and_its_own_checks(monkeyp
     # Host, X-Forwarded-For, Content-Length and Content-Type may come on top.
     assert behind.max_headers >= front.max_headers + 4
     assert behind.max_header_bytes >= front.max_header_bytes + 1000
+
+
+Answer = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+async def healthy(_: web.Request) -> web.Response:
+    return web.Response(text="well")
+
+
+def refusing(error: ApiError) -> Answer:
+    async def answer(_: web.Request) -> web.Response:
+        return web.Response(status=error.status, body=error.json(), content_type="application/json")
+
+    return answer
+
+
+@asynccontextmanager
+async def front_of(folder: Path, engines: Sequence[tuple[Answer, Answer]]) -> AsyncIterator[httpx.AsyncClient]:
+    """A client of the front of engines, which are given as what answers completions, and /health."""
+    async with AsyncExitStack() as stack:
+        replicas = []
+        for number, (complete, health) in enumerate(engines):
+            app = web.Application()
+            app.add_routes([web.post("/v1/completions", complete), web.get("/health", health)])
+            runner = web.AppRunner(app, shutdown_timeout=0)
+            await runner.setup()
+            stack.push_async_callback(runner.cleanup)
+            replicas.append(Replica(number, Mock(poll=lambda: None), str(folder / f"{number}.sock")))
+            await web.UnixSite(runner, replicas[-1].path).start()
+        app = front_app(Front(replicas), ServeSettings(served_model_name="tiny"))
+        await stack.enter_async_context(app.router.lifespan_context(app))
+        transport = httpx.ASGITransport(app)
+        yield await stack.enter_async_context(httpx.AsyncClient(transport=transport, base_url="http://localhost"))
+
+
+async def test_a_dead_engine_in_a_living_process_gets_no_more_requests(tmp_path: Path) -> None:
+    asked: list[bytes] = []
+
+    async def dead(request: web.Request) -> web.StreamResponse:
+        asked.append(await request.read())
+        return await refusing(ApiError(503, "the device failed", code="engine_dead"))(request)
+
+    async def health(_: web.Request) -> web.StreamResponse:
+        return web.Response(status=503 if asked else 200)
+
+    async with front_of(tmp_path, [(dead, health), (healthy, healthy)]) as client:
+        answers = [await client.post("/v1/completions", content=bytes([number])) for number in range(5)]
+    assert [(answer.status_code, answer.text) for answer in answers] == [(200, "well")] * 5
+    assert len(asked) == 1
+
+
+async def test_another_refusal_is_passed_on(tmp_path: Path) -> None:
+    refusal = shutting_down()
+    async with front_of(tmp_path, [(refusing(refusal), healthy)]) as client:
+        answers = [await client.post("/v1/completions") for _ in range(2)]
+    assert [(answer.status_code, answer.content) for answer in answers] == [(503, refusal.json())] * 2
