@@ -7,9 +7,9 @@ gets no requests; the others go on.
 import asyncio
 import logging
 import subprocess
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager, suppress
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from urllib.parse import parse_qs
 
@@ -51,9 +51,13 @@ class Replica:
     number: int
     process: "subprocess.Popen[bytes]"
     path: str
-    num_running: int = 0
     is_alive: bool = True
     _session: aiohttp.ClientSession | None = None
+    _running: set[asyncio.Timeout] = field(default_factory=set)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
 
     def open(self) -> None:
         """Be ready for requests; in the event loop that makes them."""
@@ -81,7 +85,7 @@ class Replica:
         ]
         if scope.get("client"):
             headers.append(("X-Forwarded-For", scope["client"][0]))
-        with self._asked():
+        async with self._asked():
             request = self._session.request
             async with request(scope["method"], url, data=body, headers=headers, allow_redirects=False) as answer:
                 refusal = await answer.read() if answer.status == 503 else b""
@@ -97,24 +101,39 @@ class Replica:
                 yield {"type": "http.response.body", "body": b"", "more_body": False}
 
     async def get(self, path: str) -> bytes | None:
-        """What is there; None where the answer is no 200, or comes not in time."""
+        """What is there; None where the answer is no 200, or comes not in time.
+
+        If it comes not in time, everything else that waits for the engine ends with EngineGoneError too.
+        """
         assert self._session is not None
         timeout = aiohttp.ClientTimeout(total=_CHECK_TIMEOUT_S)
-        with suppress(EngineGoneError), self._asked():
-            async with self._session.get(f"http://engine{path}", timeout=timeout) as answer:
-                return await answer.read() if answer.ok else None
+        with suppress(EngineGoneError):
+            async with self._asked():
+                try:
+                    async with self._session.get(f"http://engine{path}", timeout=timeout) as answer:
+                        return await answer.read() if answer.ok else None
+                except TimeoutError:
+                    self._give_up()
+                    raise
         return None
 
-    @contextmanager
-    def _asked(self) -> Iterator[None]:
+    @asynccontextmanager
+    async def _asked(self) -> AsyncIterator[None]:
         """It is asked something inside; what says that it is gone becomes an EngineGoneError."""
-        self.num_running += 1
+        limit = asyncio.timeout(None)
+        self._running.add(limit)
         try:
-            yield
+            async with limit:
+                yield
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
-            raise EngineGoneError(f"engine {self.number}: {error or type(error).__name__}") from error
+            raise EngineGoneError(f"engine {self.number}: {str(error) or type(error).__name__}") from error
         finally:
-            self.num_running -= 1
+            self._running.discard(limit)
+
+    def _give_up(self) -> None:
+        for limit in self._running:
+            if limit.when() is None:
+                limit.reschedule(0)
 
 
 class Front(Forwarder, Drained):

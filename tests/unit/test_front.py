@@ -1,5 +1,6 @@
 """The front of several engines on one host, before engines that are faked."""
 
+import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -54,7 +55,7 @@ async def front_of(folder: Path, engines: Sequence[tuple[Answer, Answer]]) -> As
         for number, (complete, health) in enumerate(engines):
             app = web.Application()
             app.add_routes([web.post("/v1/completions", complete), web.get("/health", health)])
-            runner = web.AppRunner(app, shutdown_timeout=0)
+            runner = web.AppRunner(app, shutdown_timeout=0.1, handler_cancellation=True)
             await runner.setup()
             stack.push_async_callback(runner.cleanup)
             replicas.append(Replica(number, Mock(poll=lambda: None), str(folder / f"{number}.sock")))
@@ -86,3 +87,32 @@ async def test_another_refusal_is_passed_on(tmp_path: Path) -> None:
     async with front_of(tmp_path, [(refusing(refusal), healthy)]) as client:
         answers = [await client.post("/v1/completions") for _ in range(2)]
     assert [(answer.status_code, answer.content) for answer in answers] == [(503, refusal.json())] * 2
+
+
+async def test_what_waits_for_an_engine_that_hangs_goes_to_another_or_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("bullet_graph.serve.front._CHECK_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("bullet_graph.serve.front._CHECK_INTERVAL_S", 0.05)
+    asked: list[bytes] = []
+
+    async def hung(request: web.Request) -> web.StreamResponse:
+        asked.append(await request.read())
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
+        if asked[-1] == b"stream":
+            await response.prepare(request)
+            await response.write(b"data: {}\n\n")
+        await asyncio.Event().wait()
+        return response
+
+    async def health(request: web.Request) -> web.StreamResponse:
+        return await (hung if asked else healthy)(request)
+
+    async with front_of(tmp_path, [(hung, health), (hung, health), (healthy, healthy)]) as client:
+        posts = [client.post("/v1/completions", content=content) for content in (b"stream", b"whole", b"x", b"y")]
+        stream, *others = await asyncio.wait_for(asyncio.gather(*posts), 10)
+    assert stream.text.startswith("data: {}\n\n")
+    assert '"engine_gone"' in stream.text
+    assert stream.text.endswith("data: [DONE]\n\n")
+    assert [answer.text for answer in others] == ["well"] * 3
+    assert {b"stream", b"whole"} <= set(asked)
