@@ -39,8 +39,12 @@ async def watch(engine: AsyncEngine, limit_s: float) -> None:
 
     The limit must exceed the longest step and what is compiled during it.
     """
+    interval_s = min(limit_s / 4, _WATCH_INTERVAL_S)
     while engine.failure is None:
-        await asyncio.sleep(min(limit_s / 4, _WATCH_INTERVAL_S))
+        began_s = time.monotonic()
+        await asyncio.sleep(interval_s)
+        if time.monotonic() - began_s > interval_s + limit_s / 4:
+            continue  # the whole process stood still, such as in a container that was paused
         stalled = engine.stalled(limit_s)
         if stalled is not None and engine.failure is None:
             limit = f"{limit_s:g} s (--watchdog-timeout)"

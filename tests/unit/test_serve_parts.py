@@ -1,5 +1,6 @@
 """Parts of the server on their own: the gate, histograms, percentiles, formats, errors."""
 
+import asyncio
 import json
 import time
 from types import SimpleNamespace
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from bullet_graph import CompletionOutput, ConfigError, EngineDeadError, PromptError, TokenLogprobs
+from bullet_graph.serve.app import watch
 from bullet_graph.serve.errors import ApiError
 from bullet_graph.serve.formats import ChatFormat, CompletionFormat, token_texts
 from bullet_graph.serve.limits import Gate
@@ -80,6 +82,24 @@ async def test_waiting_until_the_last_has_gone() -> None:
             assert not house.empty.is_set()
         assert not house.empty.is_set()
     await house.empty.wait()
+
+
+# ---- the watchdog ----
+
+
+async def test_the_watchdog_allows_for_a_process_that_was_paused() -> None:
+    engine = Mock(failure=None)
+    progress_s = time.monotonic()
+    engine.stalled = lambda limit_s: "a step" if time.monotonic() - progress_s > limit_s else None
+    engine.fail = lambda reason: setattr(engine, "failure", reason)
+    task = asyncio.create_task(watch(engine, 0.4))
+    await asyncio.sleep(0)
+    time.sleep(0.6)  # all stands still
+    await asyncio.sleep(0.02)
+    assert engine.failure is None
+    progress_s = time.monotonic()
+    await asyncio.wait_for(task, 10)
+    assert "no progress for 0.4 s (--watchdog-timeout): a step" in engine.failure
 
 
 # ---- figures ----
