@@ -61,7 +61,9 @@ class RequestMeter:
         for before, after in itertools.pairwise(times):
             metrics.inter_token.observe(after - before)
         self._seen = last + len(times)
-        if output.finished:
+        if output.error is not None:
+            self.end("error")
+        elif output.finished:
             self.end("stop" if output.outputs[0].finish_reason == "stop" else "length")
             metrics.finished(output)
 

@@ -98,10 +98,15 @@ def test_what_cannot_be_followed_is_a_400_that_names_it(client: openai.OpenAI, s
             client.chat.completions.create(model=MODEL, messages=MESSAGES, response_format=form, stream=stream)
         assert refusal.value.status_code == 400
     impossible = {"prompt": "A", "guided_regex": "a[0-9]", "bad_words": list("0123456789")}
+    before = served.metrics()
     assert "could not go on" in served.post("/v1/completions", **impossible).json()["error"]["message"]
     text = served.post("/v1/completions", **impossible, stream=True).text
     assert "could not go on" in text
     assert '"finish_reason":"error"' not in text
+    more = {name: value - before[name] for name, value in served.metrics().items() if "request_success_total" in name}
+    assert {name: value for name, value in more.items() if value} == {
+        'request_success_total{finished_reason="error"}': 2
+    }
 
 
 # ---- compiling ----
