@@ -79,6 +79,7 @@ class Targets(_Strict):
 class StreamOptions(_Strict):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
+    include_obfuscation: Literal[False] | None = Field(default=None, description="Events are never padded.")
 
 
 class JsonSchema(_Strict):

@@ -81,6 +81,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"stream": 1}, "`stream`"),
     ({"stream": False, "stream_options": {"include_usage": True}}, "`stream_options` are for streams"),
     ({"stream": True, "stream_options": {"usage": True}}, "`stream_options.usage` is no field"),
+    ({"stream": True, "stream_options": {"include_obfuscation": True}}, "`stream_options.include_obfuscation`"),
     ({"cache_salt": ""}, "`cache_salt`"),
     ({"slo": {"ttft_ms": 0}}, "`slo.ttft_ms`"),
     ({"slo": {"ttft": 5}}, "`slo.ttft` is no field"),
