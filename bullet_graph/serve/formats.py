@@ -208,7 +208,9 @@ class ChatFormat(AnswerFormat):
 
         def field(token_id: int, logprob: float) -> dict[str, Any]:
             text = self.texts(token_id)
-            return {"token": text, "logprob": _finite(logprob), "bytes": list(text.encode())}
+            # The text of a token that is part of a character does not tell its bytes.
+            raw = None if "\ufffd" in text else list(text.encode())
+            return {"token": text, "logprob": _finite(logprob), "bytes": raw}
 
         content = [
             field(entry.token_id, entry.logprob) | {"top_logprobs": [field(*top) for top in entry.top]}

@@ -69,7 +69,7 @@ class Completion(BaseModel):
 class TopLogprob(BaseModel):
     token: str
     logprob: float
-    bytes: list[int]
+    bytes: list[int] | None
 
 
 class TokenLogprob(TopLogprob):

@@ -210,6 +210,15 @@ def test_log_probabilities_that_json_cannot_say_and_tokens_of_one_text() -> None
         assert logprobs["text_offset"] == offsets
 
 
+def test_bytes_of_a_token_are_told_unless_it_is_part_of_a_character() -> None:
+    entry = TokenLogprobs(1, -0.5, ((1, -0.5), (2, -0.7)))
+    form = ChatFormat("m", {1: "é", 2: "\ufffd"}.__getitem__, with_token_ids=False, request_id="7")
+    event = form.event(0, CompletionOutput(0, "", (1,), (entry,), None), {})
+    (first,) = json.loads(event.removeprefix(b"data: "))["choices"][0]["logprobs"]["content"]
+    assert bytes(first["bytes"]).decode() == "é"
+    assert [top["bytes"] for top in first["top_logprobs"]] == [first["bytes"], None]
+
+
 # ---- errors ----
 
 
