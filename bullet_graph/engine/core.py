@@ -419,8 +419,10 @@ class EngineCore:
                 sequence.first_token_s = now
                 # The samples of a request share its prompt.
                 self._num_prompt_tokens += 0 if sequence.index else len(sequence.prompt_token_ids)
-            if sequence.index == 0 and sequence.output_token_ids:
-                request.token_times_s.append(now)
+            if sequence.output_token_ids:
+                request.last_token_s = now
+                if sequence.index == 0:
+                    request.token_times_s.append(now)
             if sample.finish_reason is not None:
                 self.scheduler.finish(sequence)
             if sample.finish_reason is not None or request.reports_progress:

@@ -93,6 +93,7 @@ class Request:
         self.reports_progress = output_kind is not OutputKind.FINAL_ONLY
         self.first_scheduled_s: float | None = None
         self.token_times_s: list[float] = []
+        self.last_token_s: float | None = None
         self._first = samples[0].sequence
         self.request_id = self._first.request_id
         self._prompt_token_ids = tuple(self._first.prompt_token_ids.tolist())
@@ -115,13 +116,13 @@ class Request:
             self._prompt_logprobs[position + 1] = row_logprobs(logprobs, at, token_id, count)
 
     def output(self) -> RequestOutput:
-        logprobs, finished = self._prompt_logprobs, self.finished
+        logprobs, finished, times = self._prompt_logprobs, self.finished, self.token_times_s
         return RequestOutput(
             self.request_id,
             self._prompt_token_ids,
             tuple([sample.report(self._output_kind) for sample in self.samples]),
             finished,
-            RequestMetrics(self._first.arrival_s, self.first_scheduled_s, self.token_times_s, len(self.token_times_s)),
+            RequestMetrics(self._first.arrival_s, self.first_scheduled_s, times, len(times), self.last_token_s),
             self._error() if finished else None,
             self._first.slo,
             tuple(logprobs) if logprobs is not None and finished else None,

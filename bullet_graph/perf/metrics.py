@@ -23,12 +23,14 @@ class RequestMetrics:
         first_scheduled_s: when its first prefill chunk was launched, or None while it waits.
         times_s: times of tokens; may keep growing, since a copy per token would cost as much as all other work on it.
         num_tokens: how many of ``times_s`` count; None: all of them.
+        last_token_s: time of the last token of any sample; None: of the last that counts.
     """
 
     arrival_s: float
     first_scheduled_s: float | None
     times_s: Sequence[float]
     num_tokens: int | None = None
+    last_token_s: float | None = None
 
     @property
     def token_times_s(self) -> tuple[float, ...]:
@@ -52,15 +54,16 @@ class RequestMetrics:
 
     @property
     def tpot_ms(self) -> float | None:
-        """Time per output token after the first: (e2e − TTFT) / (n_out − 1); None for fewer than two."""
+        """Time per output token after the first (of the first sample); None for fewer than two."""
         times = self.token_times_s
         return (times[-1] - times[0]) / (len(times) - 1) * 1e3 if len(times) > 1 else None
 
     @property
     def e2e_ms(self) -> float | None:
-        """From arrival to the last token so far."""
+        """From arrival to the last token so far, of all samples."""
         times = self.token_times_s
-        return (times[-1] - self.arrival_s) * 1e3 if times else None
+        last_s = self.last_token_s or (times[-1] if times else None)
+        return None if last_s is None else (last_s - self.arrival_s) * 1e3
 
     def missed_targets(self, slo: Slo, prompt_tokens: int) -> tuple[Literal["ttft", "tpot"], ...]:
         """The targets missed so far; an output of one token has no TPOT to miss."""
