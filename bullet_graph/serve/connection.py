@@ -11,7 +11,7 @@ from bullet_graph.serve.settings import ServeSettings
 
 _MOST_AHEAD = 8
 """Requests of one connection that wait for the answer of an earlier one; a packet could hold thousands."""
-_PROBE_S = 0.2
+_PROBE_S, _MOST_PROBE_S = 0.2, 5.0
 
 
 class LimitedConnection(HttpToolsProtocol):
@@ -46,15 +46,15 @@ class LimitedConnection(HttpToolsProtocol):
         if not self._answering() or self.cycle.more_body:
             return False
         self.cycle.keep_alive = False
-        self._probe()
-        self.loop.call_later(_PROBE_S, self._probe)
+        self._probe(_PROBE_S)
         return True
 
-    def _probe(self) -> None:
-        """Send an interim response, which clients skip (RFC 9110, section 15.2)."""
+    def _probe(self, again_s: float) -> None:
+        """Send an interim response, which clients skip (RFC 9110, section 15.2), now and ever less often."""
         waits = self._answering() and not self.cycle.response_started
         if waits and self.scope["http_version"] == "1.1" and not self.transport.is_closing():
             self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+            self.loop.call_later(again_s, self._probe, min(2 * again_s, _MOST_PROBE_S))
 
     def data_received(self, data: bytes) -> None:
         if self.transport.is_closing():

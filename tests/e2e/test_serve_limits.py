@@ -184,11 +184,15 @@ def test_a_client_that_closes_its_sending_side_is_answered(limited: Served) -> N
         assert b"HTTP/1.1 200 OK" in answer
 
 
-def test_a_client_that_is_gone_altogether_ends_its_request(stuck: Stuck) -> None:
+@pytest.mark.parametrize("waits_s", [0.0, 0.4])
+def test_a_client_that_is_gone_altogether_ends_its_request(stuck: Stuck, waits_s: float) -> None:
     """Its request is neither a stream, whose next event would show it, nor does it end by itself."""
     with serving(max_model_len=64) as served:
-        with served.connect(as_http(LONG)):
+        with served.connect(as_http(LONG)) as connection:
             assert stuck.entered.wait(20)
+            if waits_s:
+                connection.shutdown(socket.SHUT_WR)
+                time.sleep(waits_s)
         deadline = time.monotonic() + 10
         while served.server.gate.num_inside:
             assert time.monotonic() < deadline
