@@ -92,7 +92,7 @@ async def test_another_refusal_is_passed_on(tmp_path: Path) -> None:
 async def test_what_waits_for_an_engine_that_hangs_goes_to_another_or_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("bullet_graph.serve.front._CHECK_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("bullet_graph.serve.front._CHECK_TIMEOUT_S", 0.5)
     monkeypatch.setattr("bullet_graph.serve.front._CHECK_INTERVAL_S", 0.05)
     asked: list[bytes] = []
 
