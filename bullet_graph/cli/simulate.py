@@ -188,16 +188,8 @@ class Simulator:
         """The fields that all runs share, for a JSON file."""
         config, plan = self.config, self.capture_plan
         decode_sms = (config.decode_sms or self.performance.decode_sms) if plan is None else plan.decode_sms
-        own = (
-            "seed",
-            "tensor_parallel_size",
-            "expert_parallel",
-            "max_num_seqs",
-            "max_num_batched_tokens",
-            "prompt_order",
-            "prefix_caching",
-            "capture_plan",
-        )
+        limits = ("tensor_parallel_size", "expert_parallel", "max_num_seqs", "max_num_batched_tokens")
+        own = ("seed", *limits, "prompt_order", "prefix_caching", "capture_plan")
         return {
             "gpu": self.gpu,
             "performance": self.times,
