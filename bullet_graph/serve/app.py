@@ -29,7 +29,7 @@ from bullet_graph.serve.schemas import ChatCompletion, Completion, Model, ModelL
 from bullet_graph.serve.settings import OWNER, ServeSettings
 
 _PAGE_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"
-_WATCH_INTERVAL_S = 1.0
+_WATCH_INTERVAL_S, _JITTER_S = 1.0, 0.05
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ async def watch(engine: AsyncEngine, limit_s: float) -> None:
     while engine.failure is None:
         began_s = time.monotonic()
         await asyncio.sleep(interval_s)
-        if time.monotonic() - began_s > interval_s + limit_s / 4:
+        if time.monotonic() - began_s > interval_s + max(limit_s / 4, _JITTER_S):
             continue  # the whole process stood still, such as in a container that was paused
         stalled = engine.stalled(limit_s)
         if stalled is not None and engine.failure is None:
