@@ -92,7 +92,8 @@ FakeSamplingParams = dataclasses.make_dataclass(
     "FakeSamplingParams", ["temperature", "max_tokens", "ignore_eos", "output_kind", "detokenize"]
 )
 ARGUMENTS = """model load_format generation_config skip_tokenizer_init dtype seed max_model_len max_num_seqs
-max_num_batched_tokens gpu_memory_utilization kv_cache_dtype enable_prefix_caching disable_log_stats enable_log_requests
+max_num_batched_tokens gpu_memory_utilization kv_cache_dtype tensor_parallel_size enable_prefix_caching
+disable_log_stats enable_log_requests
 use_tqdm_on_load scheduler_cls additional_config"""
 FakeEngineArgs = dataclasses.make_dataclass(
     "FakeEngineArgs", [*ARGUMENTS.split(), ("max_cudagraph_capture_size", int, 512)]
@@ -169,7 +170,7 @@ def _install(monkeypatch: pytest.MonkeyPatch, contents: dict[str, dict[str, Any]
 CHOSEN = """mem_fraction_static chunked_prefill_size max_prefill_tokens page_size disable_overlap_schedule
 attention_backend sampling_backend moe_runner_backend cuda_graph_config"""
 GIVEN = """model_path load_format skip_tokenizer_init incremental_streaming_output dtype kv_cache_dtype random_seed
-context_length max_running_requests disable_radix_cache custom_sigquit_handler log_level enable_pdmux
+tp_size context_length max_running_requests disable_radix_cache custom_sigquit_handler log_level enable_pdmux
 cuda_graph_max_bs_decode"""
 FakeServerArgs = dataclasses.make_dataclass(
     "FakeServerArgs", [(name, object, None) for name in (*CHOSEN.split(), *GIVEN.split())]

@@ -30,6 +30,7 @@ from bullet_graph.cli.tables import figure, mean_of
 from bullet_graph.engine.replay import event_loop_factory
 from bullet_graph.errors import BulletGraphError, ConfigError, EngineDeadError
 from bullet_graph.models.presets import resolve_model
+from bullet_graph.perf.energy import open_probe
 from bullet_graph.perf.goodput_search import FASTEST_RATE
 from bullet_graph.perf.provenance import collect_provenance
 
@@ -94,6 +95,7 @@ def _options_of(peer: str, arguments: str) -> Decorator:
     "gpu_memory_utilization",
     "kv_cache_bytes",
     "kv_cache_dtype",
+    "tensor_parallel_size",
     max_num_seqs=1024,
     gpu_memory_utilization=0.45,
 )
@@ -156,10 +158,10 @@ def _compare(
         device = "cuda" if torch.cuda.is_available() else "cpu"
     provenance = dataclasses.asdict(collect_provenance(device))
     provenance["versions"] |= peer_versions()
-    # Files from before SGLang lack its options, and are to go on.
-    left_out = _NO_SETTINGS if options["sglang_options"] else (*_NO_SETTINGS, "sglang_options")
+    # Files from before SGLang and tensor parallelism lack their options, and are to go on.
+    defaults = {"sglang_options": (), "tensor_parallel_size": 1}
     settings = {
-        **{name: value for name, value in options.items() if name not in left_out},
+        **{name: value for name, value in options.items() if name not in _NO_SETTINGS},
         **dataclasses.asdict(setup),
         "systems": [candidate.label for candidate in candidates],
         "workloads": list(workloads),
@@ -167,6 +169,7 @@ def _compare(
         "event_loop": "asyncio" if event_loop_factory() is None else "uvloop",
         "device_name": provenance["device_name"],
     }
+    settings = {name: value for name, value in settings.items() if name not in defaults or value != defaults[name]}
     sweep = Sweep.open(path, settings=settings, provenance=provenance, overwrite=overwrite)
     has_gpu = device == "cuda"
     memory = partial(require_memory, share=setup.gpu_memory_utilization, memory=torch.cuda.mem_get_info)
@@ -193,7 +196,7 @@ def _compare(
             smoke=options["smoke"],
             best_peer_only=options["best_peer_only"],
             before_group=memory if has_gpu else lambda _: None,
-            device_uuid=provenance["device_uuid"],
+            probe=partial(open_probe, torch.device(device), setup.tensor_parallel_size),
         ).run()
     return sweep
 

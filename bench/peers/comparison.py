@@ -15,7 +15,7 @@ from bullet_graph.cli.bench.replay import Client, Served, collect_garbage, measu
 from bullet_graph.cli.bench.sweep_runner import Cell, Sweep, SweepRunner, WorkloadSpec, at_rate, make_cells
 from bullet_graph.engine.replay import TimedRequest, replay_async
 from bullet_graph.errors import ConfigError, WorkloadError
-from bullet_graph.perf.energy import DeviceMonitor
+from bullet_graph.perf.energy import DeviceMonitor, NvmlProbe
 from bullet_graph.perf.goodput_search import FASTEST_RATE, SHARES, GoodputSearch, RateRun, bracket
 from bullet_graph.slo import NO_TARGETS
 from bullet_graph.workloads import Arrivals, Workload, load_workload
@@ -100,20 +100,23 @@ def make_setup(cells: Sequence[Cell[Candidate]], options: Mapping[str, Any]) -> 
     return Setup(**given | {"max_model_len": most, "shares_prefixes": shares})
 
 
+OpenProbe = Callable[[], NvmlProbe | None]
+
+
 # ---- running it ----
 
 
 def _peer_client(
-    system: System, runner: asyncio.Runner, *, backend: str, model_id: str, vocab_size: int, device_uuid: str | None
+    system: System, runner: asyncio.Runner, *, backend: str, model_id: str, vocab_size: int, probe: OpenProbe
 ) -> Client:
-    """The client of a system, which watches the GPU of this UUID and the host during a replay."""
+    """The client of a system, which watches the GPUs and the host during a replay."""
 
     def serve(requests: Sequence[TimedRequest], *, is_warmup: bool = False, **options: Any) -> Served:
         del is_warmup
         # One process holds several systems: the collector's pauses over all their objects would be long.
         collect_garbage()
         host = HostClock()
-        with DeviceMonitor.for_gpu(device_uuid) as monitor:
+        with DeviceMonitor(probe()) as monitor:
             replayed = runner.run(replay_async(system.generate, requests, **options))
         used = host.use()
         own = {
@@ -144,7 +147,7 @@ class Comparison:
         best_peer_only: give up a peer's setting once others of that peer have served each share at rates that were too
             fast for it, since only the best of them counts.
         before_group: called with each group before it is started.
-        device_uuid: of the GPU to watch; None watches nothing.
+        probe: opens the GPUs to watch; None watches nothing.
     """
 
     def __init__(
@@ -162,16 +165,14 @@ class Comparison:
         smoke: bool = False,
         best_peer_only: bool = False,
         before_group: Callable[[Sequence[Candidate]], None] = lambda _: None,
-        device_uuid: str | None,
+        probe: OpenProbe,
     ) -> None:
         self._groups = groups
         self._cells = cells
         self._open_system = open_system
         self._sweep = sweep
         self._runner = runner
-        self._new_client = partial(
-            _peer_client, runner=runner, model_id=model, vocab_size=vocab_size, device_uuid=device_uuid
-        )
+        self._new_client = partial(_peer_client, runner=runner, model_id=model, vocab_size=vocab_size, probe=probe)
         self._seed = seed
         self._num_warmups = num_warmups
         self._smoke = smoke

@@ -185,6 +185,7 @@ def engine_arguments(setup: Setup, setting: str, folder: Path) -> dict[str, Any]
         "incremental_streaming_output": True,
         "dtype": setup.dtype,
         "kv_cache_dtype": {"fp8": "fp8_e4m3"}.get(setup.kv_cache_dtype, setup.kv_cache_dtype),
+        "tp_size": setup.tensor_parallel_size,
         "random_seed": setup.seed,
         "context_length": setup.max_model_len + _SPARE_TOKENS,
         "max_running_requests": setup.max_num_seqs,

@@ -161,6 +161,7 @@ class Setup:
     gpu_memory_utilization: float = 0.45
     kv_cache_bytes: int | None = None
     kv_cache_dtype: KvCacheDtypeName = "auto"
+    tensor_parallel_size: int = 1
     seed: int = 0
     perf_table: str | None = None
     shares_prefixes: bool = False

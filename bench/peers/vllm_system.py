@@ -147,6 +147,7 @@ def engine_arguments(setup: Setup, folder: Path) -> dict[str, Any]:
         "max_num_batched_tokens": setup.max_num_batched_tokens,
         "gpu_memory_utilization": setup.gpu_memory_utilization,
         "kv_cache_dtype": setup.kv_cache_dtype,
+        "tensor_parallel_size": setup.tensor_parallel_size,
         "enable_prefix_caching": setup.shares_prefixes,
         "disable_log_stats": True,
         "enable_log_requests": False,

@@ -96,8 +96,8 @@ def load_requests(runtime: Runtime, trace: str, num_prompts: int | None, *, seed
 
 
 def watch_device(engine: Engine) -> DeviceMonitor:
-    """A monitor of the engine's GPU, or of nothing on the CPU."""
-    return DeviceMonitor(open_probe(engine.device))
+    """A monitor of the engine's GPUs, or of nothing on the CPU."""
+    return DeviceMonitor(open_probe(engine.device, engine.config.tensor_parallel_size))
 
 
 def describe_config(config: EngineConfig, runtime: Runtime) -> dict[str, Any]:

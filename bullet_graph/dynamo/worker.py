@@ -81,7 +81,7 @@ class BulletGraphEngine(LLMEngine):  # type: ignore[misc]
             self.failure = error
             raise
         self._gate = Gate(self._engine, self._settings.max_queue_len)
-        self._probe = open_probe(engine.device)
+        self._probe = open_probe(engine.device, engine.config.tensor_parallel_size)
         self._metrics = ServerMetrics(self._settings.served_model_name, self._engine, self._gate, self._probe)
         self._watchdog = asyncio.create_task(self._watch(self._engine))
         return Registration(

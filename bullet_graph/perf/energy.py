@@ -1,11 +1,11 @@
-"""Clocks, power, temperature and energy of a GPU while something runs, read through NVML.
+"""Clocks, power, temperature and energy of GPUs while something runs, read through NVML.
 
 NVML is optional: without its Python package, its library or a device of the given UUID, every figure is None.
 """
 
 import importlib
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
@@ -30,8 +30,9 @@ class SampleRange:
 class DeviceReport:
     """The device while it was watched; None where NVML has no figure.
 
-    ``energy_joules`` is the difference of the board's energy counter. The driver refreshes it about every 100 ms, so
-    figures of much shorter runs mean little.
+    Of several GPUs: the lowest clock, the highest temperature, and the sums of power and energy. ``energy_joules`` is
+    the difference of the boards' energy counters. The driver refreshes them about every 100 ms, so figures of much
+    shorter runs mean little.
     """
 
     num_samples: int
@@ -43,19 +44,19 @@ class DeviceReport:
 
 @dataclass(frozen=True, slots=True)
 class NvmlProbe:
-    """One GPU, through the ``pynvml`` module."""
+    """One GPU or several together, through the ``pynvml`` module."""
 
     _nvml: Any
-    _handle: Any
+    _handles: Sequence[Any]
 
     @classmethod
-    def open(cls, device_uuid: str) -> "NvmlProbe | None":
-        """Find a GPU by its UUID, with or without the ``GPU-`` prefix; None if anything is missing."""
+    def open(cls, *device_uuids: str) -> "NvmlProbe | None":
+        """Find GPUs by their UUIDs, with or without the ``GPU-`` prefix; None if anything is missing."""
         nvml = _open_nvml()
         if nvml is None:
             return None
         try:
-            return cls(nvml, _handle_of(nvml, device_uuid))
+            return cls(nvml, [_handle_of(nvml, uuid) for uuid in device_uuids])
         except nvml.NVMLError:
             nvml.nvmlShutdown()
             return None
@@ -63,35 +64,36 @@ class NvmlProbe:
     def sample(self) -> dict[str, float | None]:
         """Read clock, power and temperature now, by their names in a report; None for what the GPU does not tell."""
         nvml = self._nvml
-        clock_mhz = self._read(lambda gpu: nvml.nvmlDeviceGetClockInfo(gpu, nvml.NVML_CLOCK_SM))
-        power_mw = self._read(nvml.nvmlDeviceGetPowerUsage)
-        temperature_c = self._read(lambda gpu: nvml.nvmlDeviceGetTemperature(gpu, nvml.NVML_TEMPERATURE_GPU))
+        clock_mhz = self._read(min, lambda gpu: nvml.nvmlDeviceGetClockInfo(gpu, nvml.NVML_CLOCK_SM))
+        power_mw = self._read(sum, nvml.nvmlDeviceGetPowerUsage)
+        temperature_c = self._read(max, lambda gpu: nvml.nvmlDeviceGetTemperature(gpu, nvml.NVML_TEMPERATURE_GPU))
         power_w = None if power_mw is None else power_mw / 1e3
         return {"sm_clock_mhz": clock_mhz, "power_w": power_w, "temperature_c": temperature_c}
 
     def total_energy_mj(self) -> int | None:
         """Millijoules since the driver was loaded; None for a GPU without the counter."""
-        return self._read(self._nvml.nvmlDeviceGetTotalEnergyConsumption)
+        return self._read(sum, self._nvml.nvmlDeviceGetTotalEnergyConsumption)
 
     def close(self) -> None:
         """Shut NVML down."""
         self._nvml.nvmlShutdown()
 
-    def _read(self, function: Callable[[Any], int]) -> int | None:
+    def _read(self, together: Callable[[list[int]], int], function: Callable[[Any], int]) -> int | None:
         try:
-            return function(self._handle)
+            return together([function(handle) for handle in self._handles])
         except self._nvml.NVMLError:
             return None
 
 
-def open_probe(device: "torch.device") -> NvmlProbe | None:
-    """Probe a GPU; None on the CPU, or where NVML does not know the GPU."""
+def open_probe(device: "torch.device", num_gpus: int = 1) -> NvmlProbe | None:
+    """Probe a GPU, and those of other ranks after it; None on the CPU, or where NVML does not know one of them."""
     # Others read versions here without torch.
     import torch  # noqa: PLC0415
 
     if device.type == "cpu":
         return None
-    return NvmlProbe.open(str(torch.cuda.get_device_properties(device).uuid))
+    first = device.index or 0
+    return NvmlProbe.open(*(str(torch.cuda.get_device_properties(first + i).uuid) for i in range(num_gpus)))
 
 
 def nvml_driver_version() -> str | None:

@@ -130,6 +130,7 @@ class Workbench:
         ranks: Ranks | None = None,
     ) -> None:
         self._ranks = ranks
+        self.num_ranks = decoder.config.num_ranks
         device = decoder.cos_sin.device
         self.num_sms = torch.cuda.get_device_properties(device).multi_processor_count
         self._backend = backend

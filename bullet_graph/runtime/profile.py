@@ -219,7 +219,7 @@ def _measure(
             if not todo:
                 continue
             start_s = time.perf_counter()
-            with DeviceMonitor(open_probe(bench.device)) as monitor:
+            with DeviceMonitor(open_probe(bench.device, bench.num_ranks)) as monitor:
                 for point in todo:
                     measured[point].append(bench.measure(point, burst_s))
                     advance(1)

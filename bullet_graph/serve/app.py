@@ -59,7 +59,7 @@ def create_app(engine: AsyncEngine, settings: ServeSettings) -> FastAPI:
     Its ``state.gate`` is the :class:`~bullet_graph.serve.limits.Gate` of its requests.
     """
     gate = Gate(engine, settings.max_queue_len)
-    probe = open_probe(engine.engine.device)
+    probe = open_probe(engine.engine.device, engine.engine.config.tensor_parallel_size)
     metrics = ServerMetrics(settings.served_model_name, engine, gate, probe)
     registry = CollectorRegistry()
     registry.register(metrics)

@@ -130,7 +130,7 @@ def test_the_command_writes_the_log_to_stderr(capsys: pytest.CaptureFixture[str]
 
 def test_the_dashboard_asks_for_metrics_that_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
     """A GPU's alone need one: its energy is read from a probe."""
-    monkeypatch.setattr("bullet_graph.serve.app.open_probe", lambda _: Mock(total_energy_mj=lambda: 5_000))
+    monkeypatch.setattr("bullet_graph.serve.app.open_probe", lambda *_: Mock(total_energy_mj=lambda: 5_000))
     dashboard = json.loads((resources.files("bullet_graph.serve") / "grafana.json").read_text())
     queries = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
     asked = {name for query in queries for name in re.findall(r"bullet_graph:\w+", query)}

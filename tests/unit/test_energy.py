@@ -150,3 +150,12 @@ def test_links_between_gpus(nvml: FakeNvml, monkeypatch: pytest.MonkeyPatch) -> 
     assert not nvml.num_open
     monkeypatch.setitem(sys.modules, "pynvml", None)
     assert linked_by_nvlink("ab", "ab") is None
+
+
+def test_of_several_gpus_the_sums_and_the_slowest(nvml: FakeNvml) -> None:
+    nvml.powers_mw = itertools.cycle([300_000, 250_000])
+    probe = NvmlProbe.open("ab", "GPU-ab")
+    assert probe is not None
+    assert probe.sample() == {"sm_clock_mhz": 1800, "power_w": 550.0, "temperature_c": 61}
+    assert probe.total_energy_mj() == 5_000 + 7_500
+    probe.close()
