@@ -60,18 +60,34 @@ def shared_marks(folder: Path, num_ranks: int) -> "memoryview[int]":
 def make_communicators(folder: Path, rank: int, num_ranks: int, device: torch.device) -> Communicators:
     """A rank's communicators, made by all ranks at the same time; ``folder`` is shared by them.
 
-    On the CPU they check the order of collectives. RuntimeError where another rank does not come.
+    On the CPU they check the order of collectives. On GPUs that can read each other's memory, decode sums by itself.
+    RuntimeError where another rank does not come.
     """
     marks = shared_marks(folder, num_ranks)
     c10d: Any = torch.distributed
     store = c10d.FileStore(str(folder / "store"), num_ranks)
+    first = (device.index or 0) - rank
+    gpus = range(first, first + num_ranks)
     made: dict[Any, Communicator] = {}
     for lane in LANES:
         of_lane = c10d.PrefixStore(lane, store)
         of_lane.set_timeout(timedelta(seconds=_RENDEZVOUS_TIMEOUT_S))
         group = GroupCommunicator(of_lane, rank, num_ranks, device)
-        made[lane] = OrderedCommunicator(group, lane, marks) if device.type == "cpu" else group
+        if device.type == "cpu":
+            made[lane] = OrderedCommunicator(group, lane, marks)
+        elif lane == "decode" and can_read_each_other(gpus):
+            # Published for Linux only.
+            from bullet_graph.kernels.peer_reduce import PeerCommunicator  # noqa: PLC0415
+
+            made[lane] = PeerCommunicator(group, of_lane, device)
+        else:
+            made[lane] = group
     return made
+
+
+def can_read_each_other(gpus: Sequence[int]) -> bool:
+    """Whether each of these GPUs can map the memory of all the others."""
+    return all(torch.cuda.can_device_access_peer(a, b) for a in gpus for b in gpus if a != b)
 
 
 class Ranks:

@@ -1,0 +1,144 @@
+"""Sums over ranks in one launch: each rank reads the others' rows from their memory, through NVLink.
+
+A program shares one block of a tensor in memory that all ranks have mapped, tells the others, waits until they have
+told it, and adds up all ranks' blocks (one-shot all-reduce). Two halves of the memory take turns: a program that writes
+a half again knows by the turn between that all ranks have read it. A program waits for the same program of other ranks
+alone, so any number of SMs will do, and a launch keeps to those of its lane.
+"""
+
+import weakref
+from contextlib import ExitStack, suppress
+from typing import Any
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from bullet_graph.errors import PartitionError
+from bullet_graph.kernels.communicator import Communicator
+from bullet_graph.partition.driver import CudaDriver
+
+MAX_PROGRAMS = 1024
+BLOCK_BYTES = 8192
+"""The most that a program shares at a time."""
+SHARED_BYTES = 2 * MAX_PROGRAMS * BLOCK_BYTES
+"""What ranks share of their rows. Behind it: each program's turns so far, and the last turn that each rank told it."""
+ENDED = 2**62
+"""A turn that no rank reaches. A program that is told it goes on, and touches no other rank's memory."""
+_FEW_PROGRAMS = 64
+_MIN_BLOCK = 1024
+_WORD_BYTES = 8
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_PROGRAMS, _BLOCK, _SHARED, _ENDED = (tl.constexpr(n) for n in (MAX_PROGRAMS, BLOCK_BYTES, SHARED_BYTES, ENDED))
+
+
+def memory_bytes(num_ranks: int) -> int:
+    """Size of a rank's memory that all ranks map."""
+    return SHARED_BYTES + MAX_PROGRAMS * (1 + num_ranks) * _WORD_BYTES
+
+
+@triton.jit
+def all_reduce_kernel(x_ptr, bases_ptr, num_elements, RANK: tl.constexpr, RANKS: tl.constexpr, BLOCK: tl.constexpr):
+    """Add up all ranks' x in float32, in the order of ranks, in place; ``bases_ptr`` has the ranks' memories."""
+    program = tl.program_id(0)
+    columns = tl.arange(0, BLOCK)
+    offsets = program * BLOCK + columns
+    inside = offsets < num_elements
+    values = tl.pointer_type(x_ptr.dtype.element_ty)
+    words = tl.pointer_type(tl.int64)
+    own = tl.load(bases_ptr + RANK)
+    turns = (own + _SHARED).to(words) + program
+    told = (own + _SHARED).to(words) + _PROGRAMS + program * RANKS
+    turn = tl.load(turns) + 1
+    at = (turn % 2) * (_SHARED // 2) + program * _BLOCK
+    shared = tl.multiple_of((own + at).to(values), 16)
+    tl.store(shared + columns, tl.load(x_ptr + offsets, mask=inside, other=0.0), mask=inside)
+    # All threads have written before one of them tells.
+    tl.debug_barrier()
+    if tl.load(told + RANK, volatile=True) < _ENDED:
+        for other in tl.static_range(RANKS):
+            if other != RANK:
+                tell = (tl.load(bases_ptr + other) + _SHARED).to(words) + _PROGRAMS + program * RANKS + RANK
+                tl.atomic_xchg(tell, turn, sem="release", scope="sys")
+    for other in tl.static_range(RANKS):
+        if other != RANK:
+            while tl.atomic_add(told + other, 0, sem="acquire", scope="sys") < turn:
+                pass
+    tl.debug_barrier()
+    # Only an end is told under a rank's own number.
+    if tl.load(told + RANK, volatile=True) < _ENDED:
+        total = tl.zeros([BLOCK], dtype=tl.float32)
+        for other in tl.static_range(RANKS):
+            shared = tl.multiple_of((tl.load(bases_ptr + other) + at).to(values), 16)
+            total += tl.load(shared + columns, mask=inside, other=0.0, volatile=True).to(tl.float32)
+        tl.store(x_ptr + offsets, total.to(x_ptr.dtype.element_ty), mask=inside)
+        tl.store(turns, turn)
+
+
+class PeerCommunicator(Communicator):
+    """Sums what fits into shared memory with :func:`all_reduce_kernel`; leaves the rest to ``inner``.
+
+    All ranks make theirs at the same time, each on its current device, with ``inner`` and ``store`` (torch's) of their
+    own. The memory is freed with the communicator.
+    """
+
+    def __init__(self, inner: Communicator, store: Any, device: torch.device) -> None:
+        super().__init__(inner.rank, inner.num_ranks)
+        self._inner = inner
+        self._driver = CudaDriver()
+        undo, size = ExitStack(), memory_bytes(self.num_ranks)
+        with torch.cuda.device(device):
+            self._own = int(self._driver.call("cuMemAlloc", size))
+            undo.callback(_release, self._driver, device, "cuMemFree", self._own)
+            self._driver.call("cuMemsetD8", self._own, 0, size)
+            torch.cuda.synchronize(device)
+            store.set(f"memory {self.rank}", bytes(self._driver.call("cuIpcGetMemHandle", self._own).reserved))
+            bases = []
+            for rank in range(self.num_ranks):
+                if rank == self.rank:
+                    bases.append(self._own)
+                    continue
+                handle = self._driver.api.CUipcMemHandle()
+                handle.reserved = store.get(f"memory {rank}")
+                flags = self._driver.api.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS.value
+                bases.append(int(self._driver.call("cuIpcOpenMemHandle", handle, flags)))
+                undo.callback(_release, self._driver, device, "cuIpcCloseMemHandle", bases[-1])
+            self._bases = torch.tensor(bases, dtype=torch.int64, device=device)
+        weakref.finalize(self, undo.close)
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        block = block_size(x)
+        if block is None:
+            return self._inner.all_reduce(x)
+        all_reduce_kernel[(triton.cdiv(x.numel(), block),)](
+            *(x, self._bases, x.numel()), RANK=self.rank, RANKS=self.num_ranks, BLOCK=block, num_warps=block // 256
+        )
+        return x
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        return self._inner.all_gather(x)
+
+    def abort(self) -> None:
+        # A stream of its own: others wait behind the kernels that this ends.
+        told = np.full(MAX_PROGRAMS * self.num_ranks, ENDED, dtype=np.int64)
+        start = self._own + memory_bytes(self.num_ranks) - told.nbytes
+        with torch.cuda.device(self._bases.device), suppress(PartitionError):
+            stream = self._driver.create_stream()
+            self._driver.call("cuMemcpyHtoDAsync", start, told.ctypes.data, told.nbytes, stream)
+            self._driver.call("cuStreamSynchronize", stream)
+        self._inner.abort()
+
+
+def block_size(x: Tensor) -> int | None:
+    """Elements of a program that adds up part of a tensor: a few programs if they can be; None: it does not fit."""
+    block, most = _MIN_BLOCK, BLOCK_BYTES // x.element_size()
+    while x.numel() > block * _FEW_PROGRAMS and block < most:
+        block *= 2
+    return block if x.dtype in _DTYPES and x.numel() <= block * MAX_PROGRAMS else None
+
+
+def _release(driver: CudaDriver, device: torch.device, function: str, address: int) -> None:
+    with torch.cuda.device(device), suppress(PartitionError):
+        driver.call(function, address)

@@ -1,0 +1,92 @@
+"""The sum over ranks in one launch, in Triton's interpreter: this process plays the other ranks."""
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from bullet_graph.kernels.peer_reduce import (
+    BLOCK_BYTES,
+    ENDED,
+    MAX_PROGRAMS,
+    SHARED_BYTES,
+    all_reduce_kernel,
+    block_size,
+    memory_bytes,
+)
+
+
+class Ranks:
+    """Memories of all ranks; rank ``own`` runs the kernel, and the others have shared their rows before it does."""
+
+    def __init__(self, num_ranks: int, own: int) -> None:
+        self.num_ranks, self.own = num_ranks, own
+        self.memories = [torch.zeros(memory_bytes(num_ranks), dtype=torch.uint8) for _ in range(num_ranks)]
+        self.bases = torch.tensor([memory.data_ptr() for memory in self.memories])
+
+    def told(self, rank: int) -> Tensor:
+        """[programs, ranks]: the last turn that each rank told each program of this one."""
+        words = self.memories[rank][SHARED_BYTES:].view(torch.int64)
+        return words[MAX_PROGRAMS:].view(MAX_PROGRAMS, self.num_ranks)
+
+    def share(self, rank: int, x: Tensor, block: int) -> None:
+        for program, part in enumerate(x.split(block)):
+            turn = int(self.told(self.own)[program, rank]) + 1
+            half = turn % 2 * SHARED_BYTES // 2
+            place = self.memories[rank][half:].view(x.dtype)
+            place[program * BLOCK_BYTES // x.element_size() :][: len(part)] = part
+            self.told(self.own)[program, rank] = turn
+
+    def reduce(self, xs: list[Tensor], block: int) -> Tensor:
+        for rank, x in enumerate(xs):
+            if rank != self.own:
+                self.share(rank, x, block)
+        out = xs[self.own].clone()
+        self.run(out, block)
+        return out
+
+    def run(self, x: Tensor, block: int) -> None:
+        grid = (-(-len(x) // block),)
+        all_reduce_kernel[grid](x, self.bases, len(x), RANK=self.own, RANKS=self.num_ranks, BLOCK=block)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(("num_ranks", "own"), [(2, 0), (2, 1), (4, 2)])
+def test_sums_of_changing_sizes(num_ranks: int, own: int, dtype: torch.dtype) -> None:
+    ranks = Ranks(num_ranks, own)
+    generator = torch.Generator().manual_seed(own)
+    # Programs of a larger launch have had fewer turns than the first ones.
+    for size, block in ((1, 1024), (1024, 1024), (2500, 1024), (2500, 2048), (40, 1024), (5000, 2048)):
+        xs = [torch.randn(size, generator=generator).to(dtype) for _ in range(num_ranks)]
+        # In the order of ranks, so that all ranks get the same bits.
+        expected = torch.zeros(size)
+        for x in xs:
+            expected += x.float()
+        assert ranks.reduce(xs, block).equal(expected.to(dtype))
+        turns = ranks.told(own)[:, (own + 1) % num_ranks]
+        for other in set(range(num_ranks)) - {own}:
+            assert ranks.told(other)[:, own].equal(turns)
+    assert turns[:5].tolist() == [6, 3, 2, 0, 0]
+
+
+def test_a_program_that_is_told_the_end_touches_no_other_rank() -> None:
+    ranks = Ranks(2, 0)
+    ranks.told(0).fill_(ENDED)
+    before = ranks.memories[1].clone()
+    x = torch.full((1500,), 3.0)
+    ranks.run(x, 1024)
+    assert x.eq(3.0).all()
+    assert ranks.memories[1].equal(before)
+
+
+def test_few_programs_that_hold_all() -> None:
+    for dtype in (torch.bfloat16, torch.float32):
+        most = BLOCK_BYTES // dtype.itemsize
+        for size in (1, 1024, 65_536, 65_537, 200_000, most * MAX_PROGRAMS):
+            block = block_size(torch.empty(size, dtype=dtype))
+            assert block is not None
+            assert size / MAX_PROGRAMS <= block <= most
+            assert block == 1024 or block // 2 * 64 < size
+        assert block_size(torch.empty(most * MAX_PROGRAMS + 1, dtype=dtype)) is None
+    assert block_size(torch.empty(3, dtype=torch.int64)) is None
