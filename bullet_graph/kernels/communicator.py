@@ -85,17 +85,23 @@ class GroupCommunicator(Communicator):
         self.all_reduce(torch.zeros(1, device=device))
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        self._group.allreduce([x], self._reduce).wait()
+        _wait(self._group.allreduce([x], self._reduce))
         return x
 
     def all_gather(self, x: Tensor) -> Tensor:
         out = x.new_empty(self.num_ranks, *x.shape)
-        self._group._allgather_base(out.flatten(0, 1), x, self._gather).wait()
+        _wait(self._group._allgather_base(out.flatten(0, 1), x, self._gather))
         return out
 
     def abort(self) -> None:
         if self._can_abort:
             self._group.abort()
+
+
+def _wait(work: Any) -> None:
+    """Wait for a collective of the CPU; NCCL, on the current stream, gives nothing to wait for."""
+    if work is not None:
+        work.wait()
 
 
 class OrderedCommunicator(Communicator):
