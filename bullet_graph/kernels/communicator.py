@@ -1,5 +1,6 @@
 """Collectives between the ranks of tensor parallelism. A communicator belongs to one lane of one rank."""
 
+import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -17,6 +18,7 @@ from bullet_graph.partition.masks import Lane
 GROUP_TIMEOUT_S = 1800.0
 """Longest collective of a process group. Ranks that die or hang are noticed earlier, by the engine's own monitor."""
 _POLL_S = 50e-6
+_CLOSE_S = 5.0
 
 
 class Communicator(ABC):
@@ -42,6 +44,9 @@ class Communicator(ABC):
 
     def abort(self) -> None:  # noqa: B027 - nothing to end where a broken connection ends a collective
         """End what waits for other ranks; safe in any thread."""
+
+    def close(self) -> None:  # noqa: B027 - the CPU's close with the process group
+        """Wait for this rank's collectives, and let go of the others; graphs that it was captured into are gone."""
 
 
 Communicators = Mapping[Lane, Communicator]
@@ -80,7 +85,8 @@ class GroupCommunicator(Communicator):
         # On the current stream, whose SMs are the lane's: a group's own stream would have all.
         self._reduce, self._gather = c10d.AllreduceOptions(), c10d.AllgatherOptions()
         self._reduce.asyncOp = self._gather.asyncOp = False
-        self._can_abort = device.type == "cuda"
+        self._device = device
+        self._ending: threading.Thread | None = None
         # Connects here: a capture cannot.
         self.all_reduce(torch.zeros(1, device=device))
 
@@ -94,8 +100,18 @@ class GroupCommunicator(Communicator):
         return out
 
     def abort(self) -> None:
-        if self._can_abort:
-            self._group.abort()
+        if self._device.type == "cuda" and self._ending is None:
+            # In a thread: NCCL ends its kernels at once, and then waits until no graph holds any.
+            self._ending = threading.Thread(target=self._group.abort, name="bullet-graph-nccl", daemon=True)
+            self._ending.start()
+
+    def close(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        # NCCL's threads would report that the other ranks and the store are gone.
+        self.abort()
+        if self._ending is not None:
+            self._ending.join(_CLOSE_S)
 
 
 def _wait(work: Any) -> None:

@@ -106,7 +106,7 @@ class PeerCommunicator(Communicator):
                 bases.append(int(self._driver.call("cuIpcOpenMemHandle", handle, flags)))
                 undo.callback(_release, self._driver, device, "cuIpcCloseMemHandle", bases[-1])
             self._bases = torch.tensor(bases, dtype=torch.int64, device=device)
-        weakref.finalize(self, undo.close)
+        self._free = weakref.finalize(self, undo.close)
 
     def all_reduce(self, x: Tensor) -> Tensor:
         block = block_size(x)
@@ -129,6 +129,10 @@ class PeerCommunicator(Communicator):
             self._driver.call("cuMemcpyHtoDAsync", start, told.ctypes.data, told.nbytes, stream)
             self._driver.call("cuStreamSynchronize", stream)
         self._inner.abort()
+
+    def close(self) -> None:
+        self._inner.close()
+        self._free()
 
 
 def block_size(x: Tensor) -> int | None:

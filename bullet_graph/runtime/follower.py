@@ -16,6 +16,7 @@ import torch
 
 from bullet_graph.captures.store import CaptureStore
 from bullet_graph.config import EngineConfig
+from bullet_graph.kernels.communicator import Communicators
 from bullet_graph.runtime.build import Start, build_executor, plan_ledger
 from bullet_graph.runtime.capture_build import build_for_rank
 from bullet_graph.runtime.executor import Executor
@@ -32,6 +33,7 @@ class Follower:
         self._connection = connection
         self._rank = rank
         self._messages: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        self._communicators: Communicators = {}
         # Reads ahead, so that rank 0 waits for no launch here. Rank 0 is at most a few launches ahead.
         threading.Thread(target=self._read, name="bullet-graph-messages", daemon=True).start()
 
@@ -51,6 +53,8 @@ class Follower:
             self._build_entry(*values)
         elif kind == "start":
             self._follow(self._build(*values))
+        for communicator in self._communicators.values():
+            communicator.close()
 
     def _follow(self, executor: Executor) -> None:
         self._connection.send(("built",))
@@ -81,12 +85,12 @@ class Follower:
 
     @torch.inference_mode()
     def _profile(self, prepared: Prepared, folder: Path, num_threads: int) -> None:
-        communicators = self._connect(prepared.runtime, folder, num_threads).communicators
+        self._connect(prepared.runtime, folder, num_threads)
         prepared = replace(prepared, ledger=self._agree(plan_ledger(prepared.config, prepared.runtime)))
         # Imports the kernel libraries.
         from bullet_graph.runtime.bursts import open_workbench  # noqa: PLC0415
 
-        with open_workbench(prepared, progress=False, communicators=communicators) as (bench, _):
+        with open_workbench(prepared, progress=False, communicators=self._communicators) as (bench, _):
             bench.follow(self._messages.get, self._connection.send)
 
     def _build_entry(self, config: EngineConfig, runtime: Runtime, root: Path, folder: Path, num_threads: int) -> None:
@@ -102,8 +106,8 @@ class Follower:
             torch.cuda.set_device(runtime.device)
         self._connection.send(("ready",))
         self._next("connect")
-        communicators = make_communicators(folder, self._rank, runtime.model.num_ranks, runtime.device)
-        return Start(agree=self._agree, communicators=communicators)
+        self._communicators = make_communicators(folder, self._rank, runtime.model.num_ranks, runtime.device)
+        return Start(agree=self._agree, communicators=self._communicators)
 
     def _agree(self, ledger: MemoryLedger) -> MemoryLedger:
         self._connection.send(("blocks", ledger.num_kv_blocks))

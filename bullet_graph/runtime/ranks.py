@@ -202,6 +202,14 @@ class Ranks:
             connection.close()
         self._own_folder.cleanup()
 
+    def close(self) -> None:
+        """Let go of the communicators, once no graph holds any of their kernels; the other ranks have ended."""
+        for communicator in self.communicators.values():
+            # A device that has failed can be waited for no more.
+            with suppress(RuntimeError):
+                communicator.close()
+        self.communicators = {}
+
     def _watch(self) -> None:
         """Take what the others send, until one fails or all have ended."""
         open_ones = dict(zip(self._connections, range(1, self.num_ranks), strict=True))
@@ -347,4 +355,5 @@ class RankedExecutor(Executor):
     def shutdown(self, failure: BaseException | None = None) -> None:
         self._ranks.stop()
         self._local.shutdown(failure)
+        self._ranks.close()
         self.__dict__.clear()

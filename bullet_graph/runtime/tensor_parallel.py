@@ -45,6 +45,7 @@ def other_ranks(config: EngineConfig, runtime: Runtime, start: Callable[[Runtime
     with _started(config, others, start) as ranks:
         yield ranks
     ranks.stop()
+    ranks.close()
 
 
 @contextmanager

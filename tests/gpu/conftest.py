@@ -28,6 +28,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> "noise.Checkpoint":
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--gpu-report", type=Path, help="write outcomes and figures to this JSON file")
+    parser.addoption("--steps", type=int, default=2000, help="decode steps of ranks that are late at random")
 
 
 class GpuReport:

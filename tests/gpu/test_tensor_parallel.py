@@ -1,5 +1,10 @@
 """Ranks on GPUs of their own: tokens against ``transformers`` under every policy, and failures that end at once."""
 
+import itertools
+import os
+import random
+import signal
+import threading
 import time
 from pathlib import Path
 
@@ -7,9 +12,11 @@ import pytest
 import torch
 from engines import run_to_end
 from gpu_requests import GREEDY, prompts
+from held_sms import run_sums_beside_held_sms
 from noise import Checkpoint, check_against_transformers
+from torch.multiprocessing.spawn import spawn
 
-from bullet_graph import Engine
+from bullet_graph import Engine, SamplingParams
 from bullet_graph.config import EngineConfig
 from bullet_graph.errors import EngineDeadError
 from bullet_graph.runtime.profile import prepare_profile, profile_model
@@ -28,15 +35,16 @@ def make(model: Checkpoint, policy: str, **settings: object) -> Engine:
     )
 
 
-@pytest.mark.parametrize("policy", ["serial", "mixed:64", "split:48", "auto"])
 @pytest.mark.parametrize("cuda_graphs", [True, False])
-def test_tokens_against_transformers(model: Checkpoint, policy: str, cuda_graphs: bool) -> None:
-    with make(model, policy, cuda_graphs=cuda_graphs) as engine:
-        outputs = engine.generate(prompts(), GREEDY, use_tqdm=False)
-        again = engine.generate(prompts(), GREEDY, use_tqdm=False)
+def test_tokens_against_transformers(model: Checkpoint, cuda_graphs: bool) -> None:
+    with make(model, "auto", cuda_graphs=cuda_graphs, decode_sms=(48,)) as engine:
+        for policy in ("auto", "split:48", "mixed:64", "serial"):
+            engine.set_policy(policy)
+            engine.reset_prefix_cache()
+            for _ in range(2):
+                outputs = engine.generate(prompts(), GREEDY, use_tqdm=False)
+                check_against_transformers(outputs, model)
         assert engine.stats().kv_blocks_used == 0
-    check_against_transformers(outputs, model)
-    check_against_transformers(again, model)
 
 
 def test_graphs_that_follow_in_idle_time(model: Checkpoint) -> None:
@@ -62,6 +70,51 @@ def test_a_profile(model: Checkpoint, tmp_path: Path) -> None:
     with make(model, "auto", perf_table=str(tmp_path / "table.json"), decode_sms=(48,)) as engine:
         outputs = engine.generate(prompts(), GREEDY, use_tqdm=False)
     check_against_transformers(outputs, model)
+
+
+def test_ranks_that_are_late_at_random(model: Checkpoint, request: pytest.FixtureRequest) -> None:
+    """Both lanes at once, with pauses of up to 5 ms of either rank's host: no launch waits for ever, no sum is wrong.
+
+    ``--steps 100000`` is the long form.
+    """
+    num_steps = request.config.getoption("--steps")
+    pauses = random.Random(0)
+    ended = threading.Event()
+
+    def pause(pid: int) -> None:
+        while not ended.wait(pauses.expovariate(100.0)):
+            os.kill(pid, signal.SIGSTOP)
+            time.sleep(pauses.uniform(0.0, 0.005))
+            os.kill(pid, signal.SIGCONT)
+
+    names, outputs, lengths = itertools.count(), [], random.Random(1)
+    with make(model, "split:48", max_num_batched_tokens=256) as engine:
+        (process,) = engine._executor._ranks._processes  # type: ignore[union-attr]
+        thread = threading.Thread(target=pause, args=(process.pid,))
+        thread.start()
+        try:
+            while engine.stats().num_steps < num_steps:
+                while engine.stats().num_waiting < 2:
+                    prompt = [lengths.randrange(1000) for _ in range(lengths.choice((5, 40, 700)))]
+                    params = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True, logprobs=1)
+                    engine.add_request(str(next(names)), prompt, params)
+                outputs = [*outputs, *(one for one in engine.step() if one.finished)][-64:]
+                if pauses.random() < 0.02:
+                    time.sleep(pauses.uniform(0.0, 0.005))
+        finally:
+            ended.set()
+            thread.join()
+        shares = engine.stats().policy_seconds
+        assert shares["split"] > 0
+    assert len(outputs) == 64
+    check_against_transformers(outputs, model)
+
+
+@pytest.mark.parametrize("reducer", ["own", "nccl"])
+def test_sums_run_on_their_lanes_sms(reducer: str, tmp_path: Path) -> None:
+    """While other kernels hold a lane's SMs, its sums wait; while they hold all others, its sums run."""
+    (tmp_path / "marks").write_bytes(bytes(16))
+    spawn(run_sums_beside_held_sms, (tmp_path, reducer), nprocs=2)
 
 
 def test_a_killed_rank_ends_every_request(model: Checkpoint) -> None:

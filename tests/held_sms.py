@@ -1,0 +1,96 @@
+"""Two ranks whose sums run while a kernel holds SMs: the proof that collectives keep to their lane."""
+
+import ctypes
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bullet_graph.kernels.gpu import captured
+from bullet_graph.partition import smctrl
+from bullet_graph.partition.backend import open_backend
+from bullet_graph.partition.driver import CudaDriver
+from bullet_graph.partition.masks import LANES, WHOLE_GPU, partition_of
+from bullet_graph.runtime.cuda import lane_stream
+from bullet_graph.runtime.ranks import make_communicators
+
+# A block that takes all shared memory of its SM, so that no other block fits, until the flag is set.
+PTX = b"""
+.version 7.0
+.target sm_75
+.address_size 64
+.visible .entry hold(.param .u64 param_flag)
+{
+    .reg .pred %p;
+    .reg .b32 %value;
+    .reg .b64 %flag;
+    ld.param.u64 %flag, [param_flag];
+WAIT:
+    ld.volatile.global.u32 %value, [%flag];
+    setp.eq.u32 %p, %value, 0;
+    @%p bra WAIT;
+    ret;
+}
+\0"""
+HELD_MS = 200
+
+
+def run_sums_beside_held_sms(rank: int, folder: Path, reducer: str) -> None:
+    """One of two ranks: captured sums on the decode lane, while its own SMs are held, and while all others are."""
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    properties = torch.cuda.get_device_properties(device)
+    partition = partition_of(32, num_sms=properties.multi_processor_count)
+    backend, _ = open_backend("smctrl", (WHOLE_GPU, partition), device=rank)
+    communicator = make_communicators(folder, rank, 2, device)["decode" if reducer == "own" else "prefill"]
+    driver = CudaDriver()
+    library = driver.call("cuLibraryLoadData", PTX, [], [], 0, [], [], 0)
+    kernel = driver.call("cuLibraryGetKernel", library, b"hold")
+    function = driver.api.CUfunction(int(kernel))
+    shared_bytes = properties.shared_memory_per_block_optin
+    attribute = driver.api.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+    driver.call("cuKernelSetAttribute", attribute, shared_bytes, kernel, driver.call("cuDeviceGet", rank))
+
+    x = torch.ones(64, 8192, dtype=torch.bfloat16, device=device)
+    lane = lane_stream(backend, "decode", partition, device)
+    with torch.cuda.stream(lane):
+        communicator.all_reduce(x)
+        lane.synchronize()
+        with captured(torch.cuda.graph_pool_handle()) as graph:
+            communicator.all_reduce(x)
+    release, one = torch.cuda.Stream(device), torch.ones(1, dtype=torch.int32).pin_memory()
+    finished = {}
+    for held in LANES:
+        blocker = driver.create_stream()
+        smctrl.register(blocker)
+        smctrl.bind(blocker, backend.offset, backend._mask(held, partition))  # type: ignore[attr-defined]
+        flag = torch.zeros(1, dtype=torch.int32, device=device)
+        # Both ranks begin at the same time.
+        communicator.all_reduce(x)
+        torch.cuda.synchronize()
+        values: Any = ((flag.data_ptr(),), (ctypes.c_uint64,))
+        num_blocks = len(backend.expected_sms(held, partition))
+        driver.call("cuLaunchKernel", function, num_blocks, 1, 1, 32, 1, 1, shared_bytes, blocker, values, 0)
+        time.sleep(0.01)
+        done = torch.cuda.Event()
+        with torch.cuda.stream(lane):
+            graph.replay()
+            done.record()
+        finished[held] = _finishes(done)
+        # By a copy engine: a kernel would need an SM.
+        with torch.cuda.stream(release):
+            flag.copy_(one, non_blocking=True)
+        torch.cuda.synchronize()
+        assert done.query()
+    assert finished == {"decode": False, "prefill": True}, finished
+    backend.close()
+
+
+def _finishes(event: torch.cuda.Event) -> bool:
+    deadline_s = time.monotonic() + HELD_MS / 1e3
+    while time.monotonic() < deadline_s:
+        if event.query():
+            return True
+        time.sleep(0.001)
+    return False
