@@ -13,7 +13,7 @@ import pytest
 from cli_runner import run
 from click.testing import CliRunner
 
-from bench import offline, policies, server_overhead
+from bench import policies, server_overhead
 from bench.campaign import Campaign, Job, main, read_campaign
 from bench.fleet.command import fleet
 from bench.peers.command import compare as compare_peers
@@ -78,7 +78,7 @@ def test_a_campaign_of_a_file_is_run_and_told(tmp_path: Path) -> None:
 
 
 def written_commands() -> list[str]:
-    """Commands of the campaigns, of bench/README.md, and those that bench/offline.py runs."""
+    """Commands of the campaigns and of bench/README.md."""
     lines = [
         command.format(results="r")
         for path in (BENCH / "campaigns").glob("*.toml")
@@ -86,8 +86,7 @@ def written_commands() -> list[str]:
         for command in job.commands
     ]
     text = re.sub(r"\\\n\s*", "", (BENCH / "README.md").read_text(encoding="utf-8"))
-    lines += re.findall(r"^python .*", text, flags=re.MULTILINE)
-    return lines + [f"python -m bullet_graph bench {m.format(model='tiny')}" for m in offline.MEASUREMENTS]
+    return lines + re.findall(r"^python .*", text, flags=re.MULTILINE)
 
 
 @pytest.mark.parametrize("line", written_commands())
