@@ -13,7 +13,7 @@ import pytest
 from cli_runner import run
 from click.testing import CliRunner
 
-from bench import policies, server_overhead
+from bench import server_overhead
 from bench.campaign import Campaign, Job, main, read_campaign
 from bench.fleet.command import fleet
 from bench.peers.command import compare as compare_peers
@@ -148,18 +148,3 @@ def test_the_medians_of_the_repeats_are_compared() -> None:
     assert comparison["median_ttft_ms"] == {"engine": 20, "server": 21, "percent": 100 * (21 / 20 - 1)}
     assert comparison["median_tpot_ms"]["percent"] == 0
     assert comparison["p99_itl_ms"] == {"engine": None, "server": None, "percent": None}
-
-
-def test_a_steady_load_and_the_host_s_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"RUNNING": 2, "LONG_PROMPT": 32, "EVERY_S": 0.2, "SETTLE_S": 0.0}.items():
-        monkeypatch.setattr(policies, name, value)
-    path = tmp_path / "r.json"
-    options = ("--policies", "mixed", "--host-policies", "serial", "--num-long", "4", "--steps", "3")
-    tiny = ("--model", "tiny", "--perf-table", "roofline", "--output-json", str(path))
-    result = CliRunner().invoke(policies.main, [*tiny, *options])
-    assert result.exit_code == 0, result.output
-    found = json.loads(path.read_text())
-    assert found["steady"][0]["itl_ms"]["p50"] > 0
-    assert found["steady"][0]["prefill_tokens_per_s"] > 0
-    assert found["host"][0]["launch_ms"]["p50"] >= 0
-    assert {"argv", "provenance"} <= found.keys()
