@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 import pytest
-from cli_runner import run
+from cli_runner import parsed, run
 from click.testing import CliRunner
 
 from bench import server_overhead
@@ -115,8 +115,7 @@ def test_commands_that_are_written_down_are_accepted(line: str, monkeypatch: pyt
 
 def measured_here(*arguments: str) -> dict[str, Any]:
     """In the place of a process of its own: the server alone has one."""
-    found: dict[str, Any] = json.loads(run(*arguments, "--json").stdout)
-    return found
+    return parsed(run(*arguments, "--json"))
 
 
 def test_the_server_is_compared_with_the_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
