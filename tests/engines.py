@@ -66,6 +66,12 @@ def make_engine(model: str | Path = "tiny", **settings: object) -> Engine:
     return Engine(str(model), **(defaults | settings))  # type: ignore[arg-type]
 
 
+def block_bytes(model: Model) -> int:
+    """Bytes that a block of the model's KV cache takes."""
+    with make_engine(model.folder) as engine:
+        return engine.memory.kv_cache_bytes // engine.memory.num_kv_blocks
+
+
 def run_to_end(engine: Engine) -> dict[str, list[RequestOutput]]:
     """Step until nothing is left; each request's outputs in order."""
     outputs: dict[str, list[RequestOutput]] = {}

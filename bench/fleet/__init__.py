@@ -1,4 +1,4 @@
-"""The same requests, at the same times, to several serving systems: this engine, vLLM, OpenAI-compatible servers.
+"""Fleets of simulated machines that serve the same requests: shared machines beside prefill and decode divided.
 
-Run it from the repository's root: ``python -m bench.peers --help``.
+Run it from the repository's root: ``python -m bench.fleet --help``.
 """

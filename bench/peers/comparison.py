@@ -4,7 +4,7 @@ import asyncio
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -154,7 +154,7 @@ class Comparison:
         self,
         groups: Sequence[Sequence[Candidate]],
         cells: Sequence[Cell[Candidate]],
-        open_system: Callable[[Sequence[Candidate]], Awaitable[System]],
+        open_system: Callable[[Sequence[Candidate]], Coroutine[Any, Any, System]],
         sweep: Sweep,
         runner: asyncio.Runner,
         *,
@@ -205,7 +205,7 @@ class Comparison:
             if candidate.resident not in self._systems:
                 sharing = [c for c in group if c.resident == candidate.resident]
                 log(f"starting {' + '.join(c.label for c in sharing)}")
-                system = self._runner.run(_as_coroutine(self._open_system(sharing)))
+                system = self._runner.run(self._open_system(sharing))
                 self._systems[candidate.resident] = system
                 stack.callback(lambda system: self._runner.run(system.close()), system)
 
@@ -255,7 +255,3 @@ class Comparison:
             return too_fast is not None and any(run.rate >= too_fast.rate for run in good)
 
         return all(map(is_beaten, SHARES))
-
-
-async def _as_coroutine(awaitable: Awaitable[System]) -> System:
-    return await awaitable

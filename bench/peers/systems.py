@@ -75,12 +75,7 @@ class OwnSetting:
         return cls(Policy.parse(policy), cast(PromptOrder, order or "arrival"))
 
     def __str__(self) -> str:
-        return own_setting(str(self.policy), self.prompt_order)
-
-
-def own_setting(policy: str, prompt_order: str) -> str:
-    """A policy of this engine's as :class:`OwnSetting` is written."""
-    return policy if prompt_order == "arrival" else f"{policy}/{prompt_order}"
+        return str(self.policy) if self.prompt_order == "arrival" else f"{self.policy}/{self.prompt_order}"
 
 
 @dataclass(frozen=True, slots=True)

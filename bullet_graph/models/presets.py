@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from bullet_graph.errors import ConfigError, ModelError, UnsupportedModelError
 from bullet_graph.models.config import ModelConfig, read_dense_config
-from bullet_graph.models.families import gemma, granite, llama, mistral, mixtral, olmo, phi, qwen, qwen_moe, smollm
+from bullet_graph.models.families import gemma, llama, mistral, qwen
 from bullet_graph.models.hub import download, is_hub_id
 from bullet_graph.models.json_files import JsonObject, read_json_object
 from bullet_graph.perf.roofline import Fp8Weights
@@ -21,10 +21,10 @@ _PRESETS = {
     "llama-3.1-70b": llama.LLAMA_3_1_70B,
     "qwen3-0.6b": qwen.QWEN3_0_6B,
     "qwen3-8b": qwen.QWEN3_8B,
-    "tiny-moe": qwen_moe.TINY_MOE,
-    "qwen3-30b-a3b": qwen_moe.QWEN3_30B_A3B,
-    "qwen3-235b-a22b": qwen_moe.QWEN3_235B_A22B,
-    "mixtral-8x7b": mixtral.MIXTRAL_8X7B,
+    "tiny-moe": qwen.TINY_MOE,
+    "qwen3-30b-a3b": qwen.QWEN3_30B_A3B,
+    "qwen3-235b-a22b": qwen.QWEN3_235B_A22B,
+    "mixtral-8x7b": mistral.MIXTRAL_8X7B,
 }
 _NOT_IN_FP8 = ("tiny", "llama-3.2-1b", "tiny-moe")
 
@@ -38,17 +38,17 @@ PRESETS_OF_BYTES = frozenset({"tiny", "tiny-moe"})
 
 _READERS: Mapping[str, Callable[[JsonObject], ModelConfig]] = {
     "Gemma3ForCausalLM": gemma.read_gemma3,
-    "GraniteForCausalLM": granite.read_granite,
+    "GraniteForCausalLM": llama.read_granite,
     "LlamaForCausalLM": read_dense_config,
     "MistralForCausalLM": mistral.read_mistral,
-    "MixtralForCausalLM": mixtral.read_mixtral,
-    "Olmo2ForCausalLM": olmo.read_olmo2,
-    "Phi3ForCausalLM": phi.read_phi3,
+    "MixtralForCausalLM": mistral.read_mixtral,
+    "Olmo2ForCausalLM": llama.read_olmo2,
+    "Phi3ForCausalLM": llama.read_phi3,
     "Qwen2ForCausalLM": qwen.read_qwen2,
-    "Qwen2MoeForCausalLM": qwen_moe.read_qwen2_moe,
+    "Qwen2MoeForCausalLM": qwen.read_qwen2_moe,
     "Qwen3ForCausalLM": qwen.read_qwen3,
-    "Qwen3MoeForCausalLM": qwen_moe.read_qwen3_moe,
-    "SmolLM3ForCausalLM": smollm.read_smollm3,
+    "Qwen3MoeForCausalLM": qwen.read_qwen3_moe,
+    "SmolLM3ForCausalLM": llama.read_smollm3,
 }
 """Reader of ``config.json``, by Hugging Face's name of the architecture."""
 

@@ -7,6 +7,7 @@ from ray.exceptions import RayError, RayTaskError
 from ray.serve.handle import DeploymentHandle
 from starlette.types import Message, Receive, Scope, Send
 
+from bullet_graph.serve.answers import after_body
 from bullet_graph.serve.forward import EngineGoneError, Forwarder
 
 _PARTS = ("type", "asgi", "http_version", "method", "scheme", "path", "raw_path", "query_string", "headers", "client")
@@ -39,14 +40,9 @@ class _RayForwarder(Forwarder):
         body = await self._body(receive)
         if body is None:
             return
-        whole: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
         asked = {name: scope[name] for name in _PARTS if name in scope}
         asked.setdefault("raw_path", scope["path"].encode())
-
-        async def replay() -> Message:
-            return whole.pop() if whole else await receive()
-
-        await super().__call__(asked, replay, send)
+        await super().__call__(asked, after_body(body, receive), send)
 
     async def _body(self, receive: Receive) -> bytes | None:
         """The body, cut where the app refuses it; None if the client has left."""

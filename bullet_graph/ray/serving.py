@@ -16,6 +16,7 @@ from starlette.types import Message, Scope
 from bullet_graph.config import EngineConfig
 from bullet_graph.errors import ConfigError
 from bullet_graph.ray.front import Front
+from bullet_graph.serve.answers import after_body
 from bullet_graph.serve.settings import SERVE_SETTINGS, ServeSettings
 
 _OF_HTTP = ("host", "port", "max_connections", "max_headers", "max_header_bytes", "header_timeout_s", "write_timeout_s")
@@ -42,13 +43,8 @@ class EngineReplica:
         """
         del keys
         messages: asyncio.Queue[Message | None] = asyncio.Queue()
-        request: Message | None = {"type": "http.request", "body": body, "more_body": False}
-
-        async def receive() -> Message:
-            nonlocal request
-            message, request = request, None
-            # After the body, only a client that leaves would have something to say.
-            return await asyncio.Future() if message is None else message
+        # After the body, only a client that leaves would have something to say.
+        receive = after_body(body, asyncio.Future)
 
         async def answer() -> None:
             try:

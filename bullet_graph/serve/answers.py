@@ -27,6 +27,16 @@ _STREAM_START: Message = {
 logger = logging.getLogger(__name__)
 
 
+def after_body(body: bytes, receive: Receive) -> Receive:
+    """As ``receive`` was before the body had been read."""
+    whole: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def replay() -> Message:
+        return whole.pop() if whole else await receive()
+
+    return replay
+
+
 async def call_when_gone(receive: Receive, call: Callable[[], object]) -> None:
     """Call a function once the client has left."""
     while (await receive())["type"] != "http.disconnect":

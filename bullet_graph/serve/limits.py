@@ -12,9 +12,10 @@ from contextlib import contextmanager, suppress
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from bullet_graph.engine.async_engine import AsyncEngine
+from bullet_graph.serve.answers import after_body
 from bullet_graph.serve.errors import ApiError, shutting_down
 from bullet_graph.serve.settings import ServeSettings
 
@@ -51,14 +52,7 @@ class LimitMiddleware:
             return
         if body is None:
             return  # the client has left
-        first: Message | None = {"type": "http.request", "body": body, "more_body": False}
-
-        async def replay() -> Message:
-            nonlocal first
-            message, first = first, None
-            return await receive() if message is None else message
-
-        await self._app(scope, replay, send)
+        await self._app(scope, after_body(body, receive), send)
 
     def _check_host(self, scope: Scope) -> None:
         host = Headers(scope=scope).get("host", "")

@@ -1,11 +1,11 @@
 """The server's settings: the only place where each is named, described, checked and given its default."""
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass
 from functools import partial
 from typing import Any, Literal
 
-from bullet_graph.config import Setting, parse_bytes, setting, settings_of
+from bullet_graph.config import parse_bytes, setting, settings_of
 
 OWNER = "bullet_graph"
 """The model's owner in `/v1/models`; clients know the server by it."""
@@ -23,9 +23,7 @@ _size = partial(setting, metavar="SIZE", minimum=1, parse=parse_bytes)
 class ServeSettings:
     """The server's settings; the engine has its own. A wrong one raises ConfigError, at construction."""
 
-    served_model_name: str = field(
-        metadata={"setting": Setting("The model's name in requests.", wanted="a name that is not empty")}
-    )
+    served_model_name: str = setting(MISSING, "The model's name in requests.", wanted="a name that is not empty")
     host: str = setting("127.0.0.1", "Address to listen on; 0.0.0.0: all.", wanted="a name or an address")
     port: int = setting(
         8000, "TCP port; 0: a free one.", wanted="between 0 and 65535", holds=lambda port: 0 <= port < 2**16

@@ -12,8 +12,11 @@ from engines import PROMPTS, Gate, Launches, Model, before_launch, make_engine
 from servers import Served
 
 from bullet_graph import Engine
+from bullet_graph.models.config import with_padded_heads
+from bullet_graph.models.presets import FoundModel, resolve_model
 from bullet_graph.planner.plan import Load, Plan
 from bullet_graph.planner.planner import Planner
+from bullet_graph.runtime import resolve
 from bullet_graph.runtime.cpu import CpuExecutor
 
 
@@ -40,6 +43,17 @@ def client(served: Served) -> Iterator[openai.OpenAI]:
     """OpenAI's client of the test file's own server."""
     with served.client() as client:
         yield client
+
+
+@pytest.fixture
+def padded_heads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The GPU's kernels take heads of 64, 128 and 256; here those of 16 become 32."""
+
+    def padded(model: str, revision: str | None) -> FoundModel:
+        found = resolve_model(model, revision)
+        return found._replace(config=with_padded_heads(found.config, (8, 32, 64)))
+
+    monkeypatch.setattr(resolve, "resolve_model", padded)
 
 
 @pytest.fixture

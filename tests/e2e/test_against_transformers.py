@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from checkpoints import FAMILIES, write_checkpoint
-from engines import Model, short_slices
+from engines import Model, block_bytes, short_slices
 
 from bullet_graph import Engine, EngineStats, SamplingParams, Slo
 from bullet_graph.slo import NO_TARGETS
@@ -88,10 +88,8 @@ def test_greedy_tokens_and_logprobs_equal_under_a_planner(oracle: Oracle, chunk:
     indirect=["oracle"],
 )
 def test_forced_preemption_changes_nothing(oracle: Oracle, policy: str) -> None:
-    with Engine(str(oracle.folder), device="cpu", max_model_len=112) as probe:
-        block_bytes = probe.memory.kv_cache_bytes // probe.memory.num_kv_blocks
     # Ten blocks besides the padding block: one sequence of 112 tokens fits, sixteen do not.
-    limits = {"max_num_seqs": 16, "max_model_len": 112, "kv_cache_bytes": 11 * block_bytes}
+    limits = {"max_num_seqs": 16, "max_model_len": 112, "kv_cache_bytes": 11 * block_bytes(oracle)}
     stats = check(oracle, policy=policy, perf_table="roofline", **limits)
     assert stats.num_preemptions > 0
     assert stats.kv_blocks_used == 0
@@ -107,10 +105,8 @@ def test_a_window_needs_no_cache_for_whole_sequences(
     # A window of 21 tokens, two chunks of 16, and a block that is begun: five blocks instead of 13 to 25.
     prompts = [prompt * repeats for prompt, repeats in zip(oracle.prompts[-1:-4:-1], (4, 4, 15), strict=True)]
     prompts = prompts[:num_prompts]
-    with Engine(str(oracle.folder), device="cpu", max_model_len=400) as probe:
-        block_bytes = probe.memory.kv_cache_bytes // probe.memory.num_kv_blocks
     limits = {"max_model_len": 400, "max_num_batched_tokens": 16, "max_num_seqs": 3}
-    limits["kv_cache_bytes"] = (1 + num_blocks) * block_bytes
+    limits["kv_cache_bytes"] = (1 + num_blocks) * block_bytes(oracle)
     params = SamplingParams(temperature=0, max_tokens=OUTPUT_TOKENS, ignore_eos=True)
     with Engine(str(oracle.folder), device="cpu", policy=policy, perf_table="roofline", **limits) as engine:
         outputs, stats = engine.generate(prompts, params, use_tqdm=False), engine.stats()

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from cli_runner import TINY, run
+from cli_runner import TINY, parsed, run
 
 from bullet_graph import EngineConfig
 from bullet_graph.cli.bench import startup, startup_child
@@ -39,8 +39,7 @@ def test_one_cold_and_one_warm_start(tmp_path: Path) -> None:
         *("bench", "startup", *TINY, "--num-iters-cold", "1", "--num-iters-warm", "1", "--json"),
         *("--plot", str(plot), "--output-json", str(output)),
     )
-    assert result.exit_code == 0, result.output
-    figures = json.loads(result.stdout)
+    figures = parsed(result)
     assert json.loads(output.read_text()) == figures
     assert plot.read_text().startswith("<?xml")
     for policy in ("cold", "warm"):
@@ -132,10 +131,10 @@ def test_starts_from_a_capture_cache_come_last_and_have_nothing_else(
     children = FakeChildren(monkeypatch, TOLD)
     options = ("--num-iters-cold", "1", "--num-iters-warm", "2", "--capture-cache", str(tmp_path), "--json")
     result = run("bench", "startup", *TINY, *options)
-    assert result.exit_code == 0, result.output
+    figures = parsed(result)
     assert [config.capture_cache for config in children.configs] == [None] * 3 + [str(tmp_path)] * 2
     assert children.were_empty == [True, False, False, True, True]
-    assert json.loads(result.stdout)["avg_cached_startup_time"] == 7.0
+    assert figures["avg_cached_startup_time"] == 7.0
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 """Capture caches, end to end on the CPU: a start from one compiles nothing, and nothing wrong is believed."""
 
 import io
-import json
 import os
 import shutil
 import struct
@@ -15,7 +14,7 @@ import pytest
 import torch
 from built_captures import OPTIONS, SETTINGS, built, engine_from, only_entry, quickly, start_engine, store, tokens_of
 from caches import flip_byte
-from cli_runner import refused, run
+from cli_runner import parsed, refused, run
 
 from bullet_graph import CaptureCacheWarning, ConfigError, Engine
 from bullet_graph.captures.manifest import list_files
@@ -47,10 +46,8 @@ def warned(store: CaptureStore, told: str, **settings: Any) -> Engine:
         return engine_from(store, **settings)
 
 
-def json_of(*arguments: str) -> Any:
-    result = run(*arguments, "--json")
-    assert result.exit_code == 0, result.output
-    return json.loads(result.stdout)
+def json_of(*arguments: str) -> dict[str, Any]:
+    return parsed(run(*arguments, "--json"))
 
 
 def test_built_exported_wiped_imported_and_started(

@@ -1,10 +1,9 @@
 """``bullet-graph bench latency``, end to end on the CPU."""
 
-import json
 import time
 
 import pytest
-from cli_runner import TINY, run
+from cli_runner import TINY, parsed, run
 from click.testing import Result
 
 
@@ -19,8 +18,7 @@ def test_latency_figures() -> None:
         *("--num-iters-warmup", "1", "--json"),
     )
     wall_s = time.perf_counter() - start_s
-    assert result.exit_code == 0, result.output
-    figures = json.loads(result.stdout)
+    figures = parsed(result)
     latencies = figures["latencies"]
     assert len(latencies) == figures["num_iters"] == 4
     assert figures["avg_latency"] == pytest.approx(sum(latencies) / 4)
@@ -53,7 +51,7 @@ def test_latency_table_has_ms_beside_bandwidth() -> None:
 
 def test_latency_of_one_token_has_no_decode_step() -> None:
     one = ("--batch-size", "1", "--output-len", "1", "--num-iters", "1", "--num-iters-warmup", "0")
-    figures = json.loads(latency(*one, "--json").stdout)
+    figures = parsed(latency(*one, "--json"))
     assert figures["decode_step_ms"] is None
     assert figures["achieved_gb_per_s"] is None
     assert figures["prefill_ms"]["p50"] > 0

@@ -5,7 +5,7 @@ import itertools
 
 import pytest
 import torch
-from engines import Model, at_any_depth, make, make_engine, short_slices, tokens_of
+from engines import Model, at_any_depth, block_bytes, make, make_engine, short_slices, tokens_of
 from transformers import RepetitionPenaltyLogitsProcessor
 
 from bullet_graph import SamplingParams
@@ -62,10 +62,8 @@ def test_greedy_tokens_equal_the_oracle_s(model: Model, expected_adjusted: list[
 
 @at_any_depth
 def test_a_preempted_request_goes_on_with_its_counts(model: Model, expected_adjusted: list[tuple[int, ...]]) -> None:
-    with make_engine(model.folder, max_model_len=64) as engine:
-        block_bytes = engine.memory.kv_cache_bytes // engine.memory.num_kv_blocks
     # Four blocks besides that of padding; each sequence grows into a third.
-    with make_engine(model.folder, max_model_len=64, kv_cache_bytes=5 * block_bytes) as engine:
+    with make_engine(model.folder, max_model_len=64, kv_cache_bytes=5 * block_bytes(model)) as engine:
         outputs = engine.generate([PROMPT] * len(ADJUSTED), ADJUSTED, use_tqdm=False)
         assert engine.stats().num_preemptions > 0
     assert [tokens_of(output)[0] for output in outputs] == expected_adjusted

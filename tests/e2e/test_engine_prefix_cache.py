@@ -10,6 +10,7 @@ from engines import (
     PROMPTS,
     Launches,
     Model,
+    block_bytes,
     make,
     make_engine,
     run_to_end,
@@ -104,11 +105,9 @@ def test_tokens_are_those_without_the_cache(model: Model, plain: Any, policy: st
 @pytest.mark.parametrize(("depth", "num_blocks"), [(1, 9), (3, 9), (3, 12), (1, 15)], indirect=["depth"])
 @pytest.mark.usefixtures("depth")
 def test_preempted_sequences_have_the_same_tokens(model: Model, num_blocks: int) -> None:
-    with make_engine(model.folder) as engine:
-        block_bytes = engine.memory.kv_cache_bytes // engine.memory.num_kv_blocks
     greedy = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
     prompts = [[*SHARED[:40], i, 3, i] for i in range(3)] * 2
-    with make_engine(model.folder, kv_cache_bytes=num_blocks * block_bytes) as engine:
+    with make_engine(model.folder, kv_cache_bytes=num_blocks * block_bytes(model)) as engine:
         outputs = engine.generate(prompts, greedy, use_tqdm=False)
         stats = engine.stats()
     assert stats.num_preemptions > 0

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 import torch
-from engines import PROMPTS, Model, at_any_depth, make, make_engine, short_slices, tokens_of
+from engines import PROMPTS, Model, at_any_depth, block_bytes, make, make_engine, run_to_end, short_slices, tokens_of
 
 from bullet_graph import RequestOutput, SamplingParams
 from bullet_graph.engine.output import OutputKind
@@ -49,9 +49,7 @@ def test_every_token_of_a_prompt_is_scored(model: Model, expected: list[tuple[in
 def test_a_preempted_prompt_is_scored_once(model: Model) -> None:
     params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, prompt_logprobs=1)
     prompts = [[n, 7, 30 + n, 9, 11, 250] for n in range(3)]
-    with make_engine(model.folder, max_model_len=64) as engine:
-        block_bytes = engine.memory.kv_cache_bytes // engine.memory.num_kv_blocks
-    with make_engine(model.folder, max_model_len=64, kv_cache_bytes=5 * block_bytes) as engine:
+    with make_engine(model.folder, max_model_len=64, kv_cache_bytes=5 * block_bytes(model)) as engine:
         outputs = engine.generate(prompts, params, use_tqdm=False)
         assert engine.stats().num_preemptions > 0
     for prompt, output in zip(prompts, outputs, strict=True):
@@ -63,9 +61,7 @@ def test_samples_share_the_scores_which_come_at_the_end(model: Model) -> None:
     params = SamplingParams(max_tokens=4, n=3, prompt_logprobs=0, ignore_eos=True)
     with make_engine(model.folder, policy="mixed:2") as engine:
         engine.add_request("a", PROMPTS[4], params, output_kind=OutputKind.DELTA)
-        outputs = []
-        while engine.has_unfinished_requests():
-            outputs += engine.step()
+        outputs = run_to_end(engine)["a"]
     assert all(output.prompt_logprobs is None for output in outputs[:-1])
     assert_scored(model, PROMPTS[4], outputs[-1], 0)
 
@@ -84,8 +80,6 @@ def test_a_request_aborted_while_it_is_scored_leaves_nothing_behind(model: Model
         engine.step()
         engine.abort("a")
         engine.add_request("a", PROMPTS[0], SCORE)
-        outputs = []
-        while engine.has_unfinished_requests():
-            outputs += engine.step()
+        outputs = run_to_end(engine)["a"]
         assert engine.stats().kv_blocks_used == 0
     assert_scored(model, PROMPTS[0], outputs[-1], 2)

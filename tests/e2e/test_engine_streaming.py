@@ -3,7 +3,7 @@
 from itertools import pairwise
 
 import pytest
-from engines import GREEDY, Model, at_any_depth, make_engine, run_to_end, tokens_of
+from engines import GREEDY, Model, at_any_depth, block_bytes, make_engine, run_to_end, tokens_of
 
 from bullet_graph import CompletionOutput, Engine, OutputKind, RequestOutput, SamplingParams
 from bullet_graph.engine.output import TokenLogprobs
@@ -123,9 +123,8 @@ def test_preemption_of_a_request_under_way_loses_nothing(model: Model) -> None:
     params = [SamplingParams(temperature=n / 2, seed=n, max_tokens=40, ignore_eos=True) for n in range(4)]
     prompts = [[n, n + 1, n + 2] for n in range(4)]
     with make_engine(model.folder, max_model_len=64) as probe:
-        block_bytes = probe.memory.kv_cache_bytes // probe.memory.num_kv_blocks
         expected = [tokens_of(output)[0] for output in probe.generate(prompts, params, use_tqdm=False)]
-    with make_engine(model.folder, max_model_len=64, kv_cache_bytes=6 * block_bytes) as engine:
+    with make_engine(model.folder, max_model_len=64, kv_cache_bytes=6 * block_bytes(model)) as engine:
         for index, prompt in enumerate(prompts):
             engine.add_request(str(index), prompt, params[index], output_kind=OutputKind.DELTA)
         outputs = run_to_end(engine)

@@ -13,9 +13,6 @@ from bullet_graph import SamplingParams
 from bullet_graph.errors import ConfigError
 from bullet_graph.kernels import ops
 from bullet_graph.kernels.ops import route
-from bullet_graph.models.config import with_padded_heads
-from bullet_graph.models.presets import FoundModel, resolve_model
-from bullet_graph.runtime import resolve
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=1)
 LENGTHS = (1, 5, 17, 33, 70)
@@ -99,14 +96,8 @@ def test_a_router_skew_needs_random_weights(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "granite", "phi3", "smollm3"])
-def test_heads_padded_for_kernels(family: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The GPU's kernels take heads of 64, 128 and 256; here those of 16 become 32."""
-
-    def padded(model: str, revision: str | None) -> FoundModel:
-        found = resolve_model(model, revision)
-        return found._replace(config=with_padded_heads(found.config, (8, 32, 64)))
-
-    monkeypatch.setattr(resolve, "resolve_model", padded)
+@pytest.mark.usefixtures("padded_heads")
+def test_heads_padded_for_kernels(family: Family, tmp_path: Path) -> None:
     model = Model(tmp_path, write_checkpoint(tmp_path, family, seed=1, tokenizer=False))
     with make_engine(tmp_path) as engine:
         assert engine.model_config.head_dim == 32

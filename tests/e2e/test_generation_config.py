@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from checkpoints import write_checkpoint
-from cli_runner import run
+from cli_runner import parsed, run
 from engines import make_engine
 from servers import Served, serving
 
@@ -94,8 +94,7 @@ def test_the_command_line_overrules_them(folder: Path, greedy: tuple[int, ...]) 
     def printed(*arguments: str) -> list[int]:
         prompt = ("--prompt-ids", ",".join(map(str, PROMPT)), "--ignore-eos", "--json")
         result = run("generate", "--model", str(folder), "--device", "cpu", *prompt, "--max-tokens", "7", *arguments)
-        assert result.exit_code == 0, result.output
-        ids: list[int] = json.loads(result.stdout)["outputs"][0]["token_ids"]
+        ids: list[int] = parsed(result)["outputs"][0]["token_ids"]
         return ids
 
     assert printed() == list(greedy)

@@ -130,6 +130,15 @@ def limited() -> Iterator[Served]:
         assert served.http.get("/health").status_code == 200
 
 
+def all_of(connection: socket.socket) -> bytes:
+    """What comes until the server closes the connection."""
+    answer = b""
+    with suppress(ConnectionError):
+        while part := connection.recv(10_000):
+            answer += part
+    return answer
+
+
 @pytest.mark.parametrize(
     ("sent", "status", "message"),
     [
@@ -153,10 +162,7 @@ def test_a_client_that_sends_too_slowly_or_too_much_is_answered_and_cut_off(
         with suppress(ConnectionError):
             connection.sendall(sent)
         begin_s = time.monotonic()
-        answer = b""
-        with suppress(ConnectionError):
-            while part := connection.recv(10_000):
-                answer += part
+        answer = all_of(connection)
     assert time.monotonic() - begin_s < 5
     assert answer.startswith(b"" if status is None else b"HTTP/1.1 %d " % status)
     assert bool(answer) == (status is not None)
@@ -166,10 +172,8 @@ def test_a_client_that_sends_too_slowly_or_too_much_is_answered_and_cut_off(
 def test_requests_sent_ahead_are_answered_in_turn_up_to_a_few(limited: Served) -> None:
     for number, answered in ((5, 5), (5000, 0)):
         sent = (GET + b"\r\n") * (number - 1) + GET + b"Connection: close\r\n\r\n"
-        with limited.connect(sent) as connection, suppress(ConnectionError):
-            answers = b""
-            while part := connection.recv(10_000):
-                answers += part
+        with limited.connect(sent) as connection:
+            answers = all_of(connection)
         assert answers.count(b"HTTP/1.1 200 ") == answered
     assert answers == b""
 
@@ -178,10 +182,7 @@ def test_a_client_that_closes_its_sending_side_is_answered(limited: Served) -> N
     for sent in (GET + b"\r\n", as_http({"prompt": [1], "max_tokens": 3})):
         with limited.connect(sent) as connection:
             connection.shutdown(socket.SHUT_WR)
-            answer = b""
-            while part := connection.recv(10_000):
-                answer += part
-        assert b"HTTP/1.1 200 OK" in answer
+            assert b"HTTP/1.1 200 OK" in all_of(connection)
 
 
 @pytest.mark.parametrize("waits_s", [0.0, 0.4])

@@ -19,13 +19,12 @@ from bullet_graph import SamplingParams
 from bullet_graph.config import EngineConfig
 from bullet_graph.errors import ConfigError, UnsupportedModelError
 from bullet_graph.models import checkpoint, sharding
-from bullet_graph.models.config import ModelConfig, with_padded_heads
-from bullet_graph.models.presets import PRESETS, FoundModel, load_model_config, resolve_model
+from bullet_graph.models.config import ModelConfig
+from bullet_graph.models.presets import PRESETS, load_model_config
 from bullet_graph.models.quantization import in_formats
 from bullet_graph.models.sharding import shard
 from bullet_graph.models.weights import fill_dummy, zero_weights
 from bullet_graph.perf.roofline import kv_cache_bytes_per_token
-from bullet_graph.runtime import resolve
 
 SAMPLED = [
     SamplingParams(temperature=0, max_tokens=10, ignore_eos=True, logprobs=1),
@@ -77,14 +76,8 @@ def test_vocabularies_that_no_number_divides_and_tied_embeddings(ranks: Ranks, t
 
 
 @pytest.mark.parametrize("family", ["llama", "phi3", "smollm3"])
-def test_heads_padded_for_kernels(
-    family: Family, ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def padded(model: str, revision: str | None) -> FoundModel:
-        found = resolve_model(model, revision)
-        return found._replace(config=with_padded_heads(found.config, (8, 32, 64)))
-
-    monkeypatch.setattr(resolve, "resolve_model", padded)
+@pytest.mark.usefixtures("padded_heads")
+def test_heads_padded_for_kernels(family: Family, ranks: Ranks, tmp_path: Path) -> None:
     write_checkpoint(tmp_path, family, seed=1, tokenizer=False)
     check(ranks, tmp_path, 2)
 

@@ -16,6 +16,7 @@ from engines import (
     Launches,
     Model,
     at_any_depth,
+    block_bytes,
     make,
     make_engine,
     run_to_end,
@@ -184,8 +185,7 @@ def test_a_preempted_output_goes_on(model: Model) -> None:
     params = [dataclasses.replace(_code(i), temperature=0.1, structured_outputs=digits) for i in range(4)]
     with make_engine(model.folder, max_model_len=64) as engine:
         expected = engine.generate([prompt] * 4, params, use_tqdm=False)
-        block_bytes = engine.memory.kv_cache_bytes // engine.memory.num_kv_blocks
-    with make_engine(model.folder, max_model_len=64, kv_cache_bytes=5 * block_bytes) as engine:
+    with make_engine(model.folder, max_model_len=64, kv_cache_bytes=5 * block_bytes(model)) as engine:
         outputs = engine.generate([prompt] * 4, params, use_tqdm=False)
         assert engine.stats().num_preemptions > 0
     assert [tokens_of(output) for output in outputs] == [tokens_of(output) for output in expected]

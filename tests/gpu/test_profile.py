@@ -5,9 +5,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner, Result
+from cli_runner import parsed, run
+from click.testing import Result
 
-from bullet_graph.cli.main import main
 from bullet_graph.config import EngineConfig
 from bullet_graph.errors import ConfigError, PerfTableError
 from bullet_graph.perf.profile_plan import ProfilePoint, from_points
@@ -62,7 +62,7 @@ def prepared(model: str, seed: int = 0) -> Prepared:
 def command(model: str, output: Path, *more: str) -> Result:
     options = "--load-format dummy --max-num-seqs 64 --max-num-batched-tokens 2048 --decode-sms 32,64"
     arguments = ["profile", "--model", model, *options.split(), "--time-budget-s", str(BUDGET_S)]
-    return CliRunner().invoke(main, [*arguments, "--output", str(output), *more])
+    return run(*arguments, "--output", str(output), *more)
 
 
 def all_repeats(table: PerfTable) -> dict[ProfilePoint, list[tuple[float, ...]]]:
@@ -73,8 +73,7 @@ def all_repeats(table: PerfTable) -> dict[ProfilePoint, list[tuple[float, ...]]]
 def test_a_profile_by_the_command(model: str, tmp_path: Path, record_property: Record) -> None:
     output = tmp_path / "table.json"
     result = command(model, output, "--json")
-    assert result.exit_code == 0, result.output
-    summary = json.loads(result.stdout)
+    summary = parsed(result)
     table = read_table(output)
     assert table.complete
     assert [path.name for path in tmp_path.iterdir()] == ["table.json"]

@@ -10,10 +10,10 @@ from typing import Any
 
 import click
 import pytest
-from cli_runner import run
+from cli_runner import parsed, run
 from click.testing import CliRunner
 
-from bench import offline, policies, server_overhead
+from bench import server_overhead
 from bench.campaign import Campaign, Job, main, read_campaign
 from bench.fleet.command import fleet
 from bench.peers.command import compare as compare_peers
@@ -78,7 +78,7 @@ def test_a_campaign_of_a_file_is_run_and_told(tmp_path: Path) -> None:
 
 
 def written_commands() -> list[str]:
-    """Commands of the campaigns, of bench/README.md, and those that bench/offline.py runs."""
+    """Commands of the campaigns and of bench/README.md."""
     lines = [
         command.format(results="r")
         for path in (BENCH / "campaigns").glob("*.toml")
@@ -86,8 +86,7 @@ def written_commands() -> list[str]:
         for command in job.commands
     ]
     text = re.sub(r"\\\n\s*", "", (BENCH / "README.md").read_text(encoding="utf-8"))
-    lines += re.findall(r"^python .*", text, flags=re.MULTILINE)
-    return lines + [f"python -m bullet_graph bench {m.format(model='tiny')}" for m in offline.MEASUREMENTS]
+    return lines + re.findall(r"^python .*", text, flags=re.MULTILINE)
 
 
 @pytest.mark.parametrize("line", written_commands())
@@ -116,8 +115,7 @@ def test_commands_that_are_written_down_are_accepted(line: str, monkeypatch: pyt
 
 def measured_here(*arguments: str) -> dict[str, Any]:
     """In the place of a process of its own: the server alone has one."""
-    found: dict[str, Any] = json.loads(run(*arguments, "--json").stdout)
-    return found
+    return parsed(run(*arguments, "--json"))
 
 
 def test_the_server_is_compared_with_the_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,18 +147,3 @@ def test_the_medians_of_the_repeats_are_compared() -> None:
     assert comparison["median_ttft_ms"] == {"engine": 20, "server": 21, "percent": 100 * (21 / 20 - 1)}
     assert comparison["median_tpot_ms"]["percent"] == 0
     assert comparison["p99_itl_ms"] == {"engine": None, "server": None, "percent": None}
-
-
-def test_a_steady_load_and_the_host_s_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"RUNNING": 2, "LONG_PROMPT": 32, "EVERY_S": 0.2, "SETTLE_S": 0.0}.items():
-        monkeypatch.setattr(policies, name, value)
-    path = tmp_path / "r.json"
-    options = ("--policies", "mixed", "--host-policies", "serial", "--num-long", "4", "--steps", "3")
-    tiny = ("--model", "tiny", "--perf-table", "roofline", "--output-json", str(path))
-    result = CliRunner().invoke(policies.main, [*tiny, *options])
-    assert result.exit_code == 0, result.output
-    found = json.loads(path.read_text())
-    assert found["steady"][0]["itl_ms"]["p50"] > 0
-    assert found["steady"][0]["prefill_tokens_per_s"] > 0
-    assert found["host"][0]["launch_ms"]["p50"] >= 0
-    assert {"argv", "provenance"} <= found.keys()

@@ -134,7 +134,7 @@ def test_bad_sizes(text: str) -> None:
         ("/home/somebody/.venv/bin/bullet-graph", None, ["bullet-graph"]),
         ("/somewhere/bullet_graph/__main__.py", "bullet_graph.__main__", ["bullet-graph"]),
         ("/somewhere/bench/peers/__main__.py", "bench.peers.__main__", ["python", "-m", "bench.peers"]),
-        ("bench/offline.py", None, ["python", "bench/offline.py"]),
+        ("bench/tool.py", None, ["python", "bench/tool.py"]),
     ],
 )
 def test_a_result_holds_its_command_line(

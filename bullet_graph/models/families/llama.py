@@ -1,8 +1,12 @@
-"""Llama 3.x: no biases; from 3.1 on, RoPE's low frequencies are scaled."""
+"""Llama 3.x, and the families that read its config with few changes: Granite, OLMo 2, Phi-3, SmolLM3.
+
+Llama has no biases; from 3.1 on, RoPE's low frequencies are scaled.
+"""
 
 from dataclasses import replace
 
-from bullet_graph.models.config import ModelConfig
+from bullet_graph.models.config import ModelConfig, read_dense_config
+from bullet_graph.models.json_files import JsonObject
 from bullet_graph.models.rope import Llama3RopeScaling, Rope
 
 _SCALING = Llama3RopeScaling(
@@ -55,3 +59,45 @@ TINY = replace(
     eos_token_ids=(),
 )
 """For CPUs and tests."""
+
+
+def read_granite(config: JsonObject) -> ModelConfig:
+    """As Llama, with multipliers of embeddings, attention scores and residuals, and a divisor of logits."""
+    return replace(
+        read_dense_config(config),
+        embedding_multiplier=config.read("embedding_multiplier", float, default=1.0),
+        attention_scale=config.read("attention_multiplier", float, default=1.0),
+        residual_multiplier=config.read("residual_multiplier", float, default=1.0),
+        logits_divisor=config.read("logits_scaling", float, default=1.0),
+    )
+
+
+def read_olmo2(config: JsonObject) -> ModelConfig:
+    """Norms after attention and MLP instead of before, and over all query heads and all key heads."""
+    return replace(read_dense_config(config), norms="after", qk_norm=True, qk_norm_spans_heads=True)
+
+
+def read_phi3(config: JsonObject) -> ModelConfig:
+    """Fused projections in the checkpoint; some models rotate only a part of each head, or use LongRoPE."""
+    config = config.with_defaults(original_max_position_embeddings=4096)
+    for key in ("rope_parameters", "rope_scaling"):
+        rope = config.get(key)
+        # Earlier names of LongRoPE, by which transformers means it here.
+        if isinstance(rope, dict) and rope.get("rope_type", rope.get("type")) in ("su", "yarn"):
+            config = replace(config, values={**config.values, key: {**rope, "rope_type": "longrope"}})
+    return read_dense_config(config, fused_projections=True, slides=lambda _: True)
+
+
+def read_smollm3(config: JsonObject) -> ModelConfig:
+    """As Llama, but some layers do not encode positions."""
+    config = config.with_defaults(tie_word_embeddings=True, rope_theta=2000000.0)
+    model = read_dense_config(config)
+    interval = config.read("no_rope_layer_interval", int, default=4)
+    # 1 where a layer has RoPE, despite the key's name.
+    layers = config.get("no_rope_layers")
+    if layers is None:
+        layers = [int((layer + 1) % interval != 0) for layer in range(model.num_layers)]
+    if not isinstance(layers, list) or len(layers) < model.num_layers or not all(x in (0, 1) for x in layers):
+        config.fail("no_rope_layers", f"a list of 0 or 1 for each of {model.num_layers} layers")
+    ropes = tuple(model.rope if has_rope else None for has_rope in layers[: model.num_layers])
+    return replace(model, layer_ropes=ropes)
