@@ -94,7 +94,7 @@ FakeSamplingParams = dataclasses.make_dataclass(
 ARGUMENTS = """model load_format generation_config skip_tokenizer_init dtype seed max_model_len max_num_seqs
 max_num_batched_tokens gpu_memory_utilization kv_cache_dtype tensor_parallel_size enable_prefix_caching
 disable_log_stats enable_log_requests
-use_tqdm_on_load scheduler_cls additional_config"""
+use_tqdm_on_load scheduler_cls worker_extension_cls additional_config"""
 FakeEngineArgs = dataclasses.make_dataclass(
     "FakeEngineArgs", [*ARGUMENTS.split(), ("max_cudagraph_capture_size", int, 512)]
 )

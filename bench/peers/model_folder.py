@@ -1,7 +1,7 @@
 """A model folder for peers: a preset's shape, and this engine's dummy weights where a peer's own would distort.
 
 Peers fill a model with weights below 0.001. FP8 leaves zeros of those, and under a power cap products of zeros are
-faster: of an FP8 preset, peers read this engine's dummies as a checkpoint.
+faster: of an FP8 preset, SGLang reads this engine's dummies as a checkpoint.
 """
 
 import dataclasses
@@ -27,13 +27,16 @@ _MODEL_TYPES = {"LlamaForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2", "Qwen3
 _WEIGHTS = "model.safetensors"
 
 
-def prepare_model(setup: Setup, folder: Path) -> dict[str, str]:
-    """The model for a peer and ``load_format``, dummy or auto; writes a preset's folder, with weights of an FP8 one."""
+def prepare_model(setup: Setup, folder: Path, *, writes_fp8: bool) -> dict[str, str]:
+    """The model for a peer and ``load_format``, dummy or auto; writes a preset's folder.
+
+    ``writes_fp8``: with the weights of an FP8 one, because the peer's own would distort.
+    """
     found = resolve_model(setup.model)
     is_dummy = setup.load_format == "dummy" or (setup.load_format == "auto" and found.folder is None)
     if found.folder is None:
         write_model_folder(folder, found.config)
-        if is_dummy and found.config.fp8 is not None:
+        if is_dummy and writes_fp8 and found.config.fp8 is not None:
             write_weights(folder, found.config, setup.seed)
             is_dummy = False
     return {"model": str(found.hub_id or found.folder or folder), "load_format": "dummy" if is_dummy else "auto"}

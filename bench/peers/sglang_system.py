@@ -174,7 +174,7 @@ def static_fraction(share: float, own: float, free: int, total: int) -> float:
 
 def engine_arguments(setup: Setup, setting: str, folder: Path) -> dict[str, Any]:
     """The arguments of SGLang's ``ServerArgs``; writes a preset's model folder."""
-    model = prepare_model(setup, folder)
+    model = prepare_model(setup, folder, writes_fp8=True)
     prefill = {"enable_pdmux": True, "chunked_prefill_size": -1, "disable_overlap_schedule": True}
     if setting != PD_MULTIPLEXING:
         prefill = {"chunked_prefill_size": int(setting or setup.max_num_batched_tokens)}

@@ -12,7 +12,7 @@ How it is set up, beside what a tuned server would use:
 - Prefix caching is on where a workload's prompts share prefixes.
 - Off: statistics, request logs, tokenizer and detokenizer (every system gets and returns token ids).
 - FlashInfer's kernels are tuned at the start by default; ``enable_flashinfer_autotune=false`` starts sooner.
-- A preset's weights are vLLM's dummies; :mod:`bench.peers.model_folder` tells of FP8.
+- A preset's weights are vLLM's dummies; :mod:`bench.peers.vllm_worker` tells of FP8.
 """
 
 import importlib
@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.peers.budget import CONFIG_KEY, TokenBudget
-from bench.peers.model_folder import prepare_model, remove_weights
+from bench.peers.model_folder import prepare_model
 from bench.peers.peer_process import environment, output_to, plain, require_options, require_peer
 from bench.peers.systems import OPTION_EXAMPLES, Setup
 from bullet_graph.engine.replay import TimedRequest
@@ -34,6 +34,7 @@ from bullet_graph.slo import Slo
 NAME, VERSION = "vllm", "0.26.0"
 """The distribution, and the release that this module was written against."""
 SCHEDULER = "bench.peers.vllm_scheduler.BudgetedScheduler"
+WORKER = "bench.peers.vllm_worker.Worker"
 
 _ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
@@ -78,7 +79,6 @@ class VllmSystem:
                 raise ConfigError(
                     f"vLLM did not start: {error}. Its own messages say more (--vllm-log FILE keeps them all)"
                 ) from error
-        remove_weights(folder)
         self._tokens_input = importlib.import_module("vllm.inputs").tokens_input
         sampling = importlib.import_module("vllm.sampling_params")
         self._sampling_params, self._delta = sampling.SamplingParams, sampling.RequestOutputKind.DELTA
@@ -137,7 +137,7 @@ class VllmSystem:
 
 def engine_arguments(setup: Setup, folder: Path) -> dict[str, Any]:
     """The arguments of vLLM's ``AsyncEngineArgs``; writes a preset's model folder."""
-    return prepare_model(setup, folder) | {
+    return prepare_model(setup, folder, writes_fp8=False) | {
         "generation_config": "vllm",
         "skip_tokenizer_init": True,
         "dtype": setup.dtype,
@@ -153,6 +153,7 @@ def engine_arguments(setup: Setup, folder: Path) -> dict[str, Any]:
         "enable_log_requests": False,
         "use_tqdm_on_load": False,
         "scheduler_cls": SCHEDULER,
+        "worker_extension_cls": WORKER,
         "additional_config": {CONFIG_KEY: str(_budget_file(folder))},
     }
 
