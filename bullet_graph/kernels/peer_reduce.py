@@ -91,7 +91,8 @@ class PeerCommunicator(Communicator):
         undo, size = ExitStack(), memory_bytes(self.num_ranks)
         with torch.cuda.device(device):
             self._own = int(self._driver.call("cuMemAlloc", size))
-            undo.callback(_release, self._driver, device, "cuMemFree", self._own)
+            self._context = self._driver.call("cuCtxGetCurrent")
+            undo.callback(_release, self._driver, self._context, "cuMemFree", self._own)
             self._driver.call("cuMemsetD8", self._own, 0, size)
             torch.cuda.synchronize(device)
             store.set(f"memory {self.rank}", bytes(self._driver.call("cuIpcGetMemHandle", self._own).reserved))
@@ -104,7 +105,7 @@ class PeerCommunicator(Communicator):
                 handle.reserved = store.get(f"memory {rank}")
                 flags = self._driver.api.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS.value
                 bases.append(int(self._driver.call("cuIpcOpenMemHandle", handle, flags)))
-                undo.callback(_release, self._driver, device, "cuIpcCloseMemHandle", bases[-1])
+                undo.callback(_release, self._driver, self._context, "cuIpcCloseMemHandle", bases[-1])
             self._bases = torch.tensor(bases, dtype=torch.int64, device=device)
         self._free = weakref.finalize(self, undo.close)
 
@@ -121,14 +122,17 @@ class PeerCommunicator(Communicator):
         return self._inner.all_gather(x)
 
     def abort(self) -> None:
-        # A stream of its own: others wait behind the kernels that this ends.
+        self._inner.abort()
         told = np.full(MAX_PROGRAMS * self.num_ranks, ENDED, dtype=np.int64)
         start = self._own + memory_bytes(self.num_ranks) - told.nbytes
-        with torch.cuda.device(self._bases.device), suppress(PartitionError):
-            stream = self._driver.create_stream()
-            self._driver.call("cuMemcpyHtoDAsync", start, told.ctypes.data, told.nbytes, stream)
-            self._driver.call("cuStreamSynchronize", stream)
-        self._inner.abort()
+        # This thread may have no context yet.
+        self._driver.call("cuCtxPushCurrent", self._context)
+        # A stream of its own: others wait behind the kernels that this ends.
+        stream = self._driver.create_stream()
+        self._driver.call("cuMemcpyHtoDAsync", start, told.ctypes.data, told.nbytes, stream)
+        self._driver.call("cuStreamSynchronize", stream)
+        self._driver.call("cuStreamDestroy", stream)
+        self._driver.call("cuCtxPopCurrent")
 
     def close(self) -> None:
         self._inner.close()
@@ -143,6 +147,11 @@ def block_size(x: Tensor) -> int | None:
     return block if x.dtype in _DTYPES and x.numel() <= block * MAX_PROGRAMS else None
 
 
-def _release(driver: CudaDriver, device: torch.device, function: str, address: int) -> None:
-    with torch.cuda.device(device), suppress(PartitionError):
-        driver.call(function, address)
+def _release(driver: CudaDriver, context: Any, function: str, address: int) -> None:
+    # Where the device has failed, or is gone at the end of the process.
+    with suppress(PartitionError):
+        driver.call("cuCtxPushCurrent", context)
+        try:
+            driver.call(function, address)
+        finally:
+            driver.call("cuCtxPopCurrent")
