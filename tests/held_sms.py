@@ -15,25 +15,26 @@ from bullet_graph.partition.masks import LANES, WHOLE_GPU, partition_of
 from bullet_graph.runtime.cuda import lane_stream
 from bullet_graph.runtime.ranks import make_communicators
 
-# A block that takes all shared memory of its SM, so that no other block fits, until the flag is set.
+# A block that takes all shared memory of its SM for a time, so that no other block fits.
 PTX = b"""
 .version 7.0
 .target sm_75
 .address_size 64
-.visible .entry hold(.param .u64 param_flag)
+.visible .entry hold(.param .u64 param_ns)
 {
     .reg .pred %p;
-    .reg .b32 %value;
-    .reg .b64 %flag;
-    ld.param.u64 %flag, [param_flag];
+    .reg .b64 %ns, %start, %elapsed;
+    ld.param.u64 %ns, [param_ns];
+    mov.u64 %start, %globaltimer;
 WAIT:
-    ld.volatile.global.u32 %value, [%flag];
-    setp.eq.u32 %p, %value, 0;
+    mov.u64 %elapsed, %globaltimer;
+    sub.u64 %elapsed, %elapsed, %start;
+    setp.lt.u64 %p, %elapsed, %ns;
     @%p bra WAIT;
     ret;
 }
 \0"""
-HELD_MS = 200
+HELD_MS = 300
 
 
 def run_sums_beside_held_sms(rank: int, folder: Path, reducer: str) -> None:
@@ -59,17 +60,15 @@ def run_sums_beside_held_sms(rank: int, folder: Path, reducer: str) -> None:
         lane.synchronize()
         with captured(torch.cuda.graph_pool_handle()) as graph:
             communicator.all_reduce(x)
-    release, one = torch.cuda.Stream(device), torch.ones(1, dtype=torch.int32).pin_memory()
     finished = {}
     for held in LANES:
         blocker = driver.create_stream()
         smctrl.register(blocker)
         smctrl.bind(blocker, backend.offset, backend._mask(held, partition))  # type: ignore[attr-defined]
-        flag = torch.zeros(1, dtype=torch.int32, device=device)
         # Both ranks begin at the same time.
         communicator.all_reduce(x)
         torch.cuda.synchronize()
-        values: Any = ((flag.data_ptr(),), (ctypes.c_uint64,))
+        values: Any = ((HELD_MS * 1_000_000,), (ctypes.c_uint64,))
         num_blocks = len(backend.expected_sms(held, partition))
         driver.call("cuLaunchKernel", function, num_blocks, 1, 1, 32, 1, 1, shared_bytes, blocker, values, 0)
         time.sleep(0.01)
@@ -78,17 +77,15 @@ def run_sums_beside_held_sms(rank: int, folder: Path, reducer: str) -> None:
             graph.replay()
             done.record()
         finished[held] = _finishes(done)
-        # By a copy engine: a kernel would need an SM.
-        with torch.cuda.stream(release):
-            flag.copy_(one, non_blocking=True)
         torch.cuda.synchronize()
-        assert done.query()
-    assert finished == {"decode": False, "prefill": True}, finished
+    del graph
+    communicator.close()
     backend.close()
+    assert finished == {"decode": False, "prefill": True}, finished
 
 
 def _finishes(event: torch.cuda.Event) -> bool:
-    deadline_s = time.monotonic() + HELD_MS / 1e3
+    deadline_s = time.monotonic() + HELD_MS / 2e3
     while time.monotonic() < deadline_s:
         if event.query():
             return True
