@@ -22,6 +22,9 @@ class GpuSpec:
         sharing_slowdown: how many times slower each lane is beside the other, as both share power and memory.
         eager_layer_ms: host time to launch one layer kernel by kernel, whatever its rows.
         captured_layer_ms: host time of a layer that is replayed from piecewise CUDA graphs.
+        rank_sum_ms: a sum of one row over ranks.
+        link_gb_s: what a rank sends and gets of larger sums, in 10⁹ bytes per second. Measured on two H100s by NVLink
+            (bench/results/h100/collectives.json), and taken for every GPU.
     """
 
     name: str
@@ -38,6 +41,8 @@ class GpuSpec:
     sharing_slowdown: float
     eager_layer_ms: float = 0.2
     captured_layer_ms: float = 0.08
+    rank_sum_ms: float = 0.006
+    link_gb_s: float = 250.0
 
 
 GENERIC = GpuSpec(

@@ -37,14 +37,14 @@ WAIT:
 HELD_MS = 300
 
 
-def run_sums_beside_held_sms(rank: int, folder: Path, reducer: str) -> None:
+def run_sums_beside_held_sms(rank: int, folder: Path) -> None:
     """One of two ranks: captured sums on the decode lane, while its own SMs are held, and while all others are."""
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
     properties = torch.cuda.get_device_properties(device)
     partition = partition_of(32, num_sms=properties.multi_processor_count)
     backend, _ = open_backend("smctrl", (WHOLE_GPU, partition), device=rank)
-    communicator = make_communicators(folder, rank, 2, device)["decode" if reducer == "own" else "prefill"]
+    communicator = make_communicators(folder, rank, 2, device)["decode"]
     driver = CudaDriver()
     library = driver.call("cuLibraryLoadData", PTX, [], [], 0, [], [], 0)
     kernel = driver.call("cuLibraryGetKernel", library, b"hold")

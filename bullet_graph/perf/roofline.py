@@ -268,6 +268,7 @@ class Roofline:
         self.sharing_slowdown = spec.sharing_slowdown
         self._spec = spec
         self._shape = shape
+        self._dtype_bytes = dtype_bytes
         self._weight_bytes = decode_weight_bytes(shape, batch_size=0, dtype_bytes=dtype_bytes)
         of_expert = sum(map(math.prod, expert_projections(shape).values()))
         saved = fp8_savings(shape, dtype_bytes=dtype_bytes, experts=1) - fp8_savings(
@@ -293,7 +294,7 @@ class Roofline:
         computed_ms = batch_size * (self._row_flops + self._head_flops) / self._flops_per_ms(sms)
         products_ms = math.hypot(computed_ms, self._weights_ms(batch_size, sms))
         kv_ms = self._kv_ms(batch_size, kv_tokens, sms)
-        return Prediction(products_ms + kv_ms + self._overhead_ms, measured=False)
+        return Prediction(products_ms + kv_ms + self._overhead_ms + self._sums_ms(batch_size), measured=False)
 
     def prefill(self, tokens: float, pairs: float, sms: int | None = None) -> Prediction:
         """Products with attention, reads of weights, and the host's launches; the number of rows may be a mean."""
@@ -301,7 +302,8 @@ class Roofline:
         flops = self._attended(tokens, pairs) * self._pair_flops
         attention_ms = flops / (self._spec.attention_tflops * 1e9 * self._compute_share(sms))
         computed_ms = self._computed_ms(tokens, sms) + attention_ms
-        return Prediction(math.hypot(computed_ms, self._weights_ms(tokens, sms), self._launch_ms), measured=False)
+        products_ms = math.hypot(computed_ms, self._weights_ms(tokens, sms), self._launch_ms)
+        return Prediction(products_ms + self._sums_ms(tokens), measured=False)
 
     def mixed(self, tokens: int, pairs: float, batch_size: int, kv_tokens: int) -> Prediction:
         kv_ms = self._kv_ms(batch_size, kv_tokens, self.num_sms)
@@ -332,6 +334,13 @@ class Roofline:
     def _weights_ms(self, rows: float, sms: int) -> float:
         num_bytes = self._weight_bytes + touched_experts(self._shape, rows) * self._expert_bytes
         return num_bytes / self._bytes_per_ms(sms)
+
+    def _sums_ms(self, rows: float) -> float:
+        """Two sums a layer over ranks; each rank sends 2 (ranks - 1) / ranks of the rows, as in a ring."""
+        ranks = self._shape.num_ranks
+        num_bytes = 2 * (ranks - 1) / ranks * rows * self._shape.hidden_size * self._dtype_bytes
+        each_ms = self._spec.rank_sum_ms + num_bytes / (self._spec.link_gb_s * 1e6)
+        return 2 * self.num_layers * each_ms if ranks > 1 else 0.0
 
     def _kv_ms(self, batch_size: float, kv_tokens: float, sms: int) -> float:
         return self._attended(batch_size, kv_tokens) * self._kv_bytes / self._bytes_per_ms(sms)

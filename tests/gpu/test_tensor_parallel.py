@@ -58,14 +58,14 @@ def test_graphs_that_follow_in_idle_time(model: Checkpoint) -> None:
 
 
 def test_a_profile(model: Checkpoint, tmp_path: Path) -> None:
-    settings: dict[str, object] = {"max_num_seqs": 16, "max_num_batched_tokens": 512, "decode_sms": (48,)}
+    settings: dict[str, object] = {"max_num_seqs": 64, "max_num_batched_tokens": 2048, "decode_sms": (48,)}
     config = EngineConfig(
         model=str(model.folder),
         tensor_parallel_size=2,
         kv_cache_bytes=2**28,
         **settings,  # type: ignore[arg-type]
     )
-    table = profile_model(prepare_profile(config), file=tmp_path / "table.json", time_budget_s=20)
+    table = profile_model(prepare_profile(config), file=tmp_path / "table.json", time_budget_s=0)
     assert table.key.shape["num_ranks"] == 2
     with make(model, "auto", perf_table=str(tmp_path / "table.json"), decode_sms=(48,)) as engine:
         outputs = engine.generate(prompts(), GREEDY, use_tqdm=False)
@@ -110,11 +110,10 @@ def test_ranks_that_are_late_at_random(model: Checkpoint, request: pytest.Fixtur
     check_against_transformers(outputs, model)
 
 
-@pytest.mark.parametrize("reducer", ["own", "nccl"])
-def test_sums_run_on_their_lanes_sms(reducer: str, tmp_path: Path) -> None:
+def test_sums_run_on_their_lanes_sms(tmp_path: Path) -> None:
     """While other kernels hold a lane's SMs, its sums wait; while they hold all others, its sums run."""
     (tmp_path / "marks").write_bytes(bytes(16))
-    spawn(run_sums_beside_held_sms, (tmp_path, reducer), nprocs=2)
+    spawn(run_sums_beside_held_sms, (tmp_path,), nprocs=2)
 
 
 def test_a_killed_rank_ends_every_request(model: Checkpoint) -> None:

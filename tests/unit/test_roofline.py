@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from bullet_graph.hardware import GENERIC, H100, H200, KNOWN_GPUS, gpu_spec
 from bullet_graph.models.config import ModelConfig
 from bullet_graph.models.presets import PRESETS
+from bullet_graph.models.sharding import shard
 from bullet_graph.perf.bandwidth import measure_copy_gb_per_s
 from bullet_graph.perf.performance import PerformanceModel, attention_pairs
 from bullet_graph.perf.profile_plan import from_points
@@ -246,3 +247,17 @@ def test_more_work_never_takes_less_time(
     assert math.isfinite(model.prefill(tokens, pairs, sms).ms)
     assert model.prefill(tokens, pairs).ms <= model.mixed(tokens, pairs, batch_size, kv).ms * almost
     assert model.decode(batch_size, kv).ms < model.decode(batch_size, kv, sms).ms
+
+
+@pytest.mark.parametrize(("ranks", "sent"), [(2, 1.0), (4, 1.5)])
+def test_two_sums_a_layer_over_ranks_take_their_time(ranks: int, sent: float) -> None:
+    share = shard(PRESETS["llama-3.1-70b"], ranks, 0)
+    free = replace(H200, rank_sum_ms=0.0, link_gb_s=math.inf)
+    for rows in (1, 2048):
+        each_ms = 0.006 + sent * rows * 8192 * 2 / 250e6
+        decode = [Roofline(spec, share).decode(rows, 1000).ms for spec in (H200, free)]
+        prefill = [Roofline(spec, share).prefill(rows, 1000).ms for spec in (H200, free)]
+        assert decode[0] - decode[1] == pytest.approx(160 * each_ms)
+        assert prefill[0] - prefill[1] == pytest.approx(160 * each_ms)
+    whole = PRESETS["llama-3.1-70b"]
+    assert Roofline(H200, whole).decode(8, 1000) == Roofline(free, whole).decode(8, 1000)
