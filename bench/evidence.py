@@ -132,9 +132,11 @@ class Task:
 
     @property
     def model(self) -> str:
-        """That was served, and the format of the KV cache if it has one of its own."""
+        """That was served, the format of the KV cache if it has one of its own, and the GPUs if they are several."""
         settings = self.source.fields["settings"]
-        return f"{settings['model']}{', FP8 KV' * (settings.get('kv_cache_dtype') == 'fp8')}"
+        ranks = settings.get("tensor_parallel_size", 1)
+        formats = ", FP8 KV" * (settings.get("kv_cache_dtype") == "fp8")
+        return f"{settings['model']}{formats}{f', {ranks} GPUs' * (ranks > 1)}"
 
     @property
     def short(self) -> str:

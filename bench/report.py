@@ -384,8 +384,8 @@ def _file_lines(sources: Sequence[Source]) -> Iterator[str]:
     for source in sources:
         if source.command:
             yield f"- `{source.name}` ({source.date[:10] or 'no date'}): {source.command}"
-    if names := [f"`{source.name}`" for source in sources if not source.command]:
-        yield f"\nWithout its command: {', '.join(names)}."
+    if older := sum(not source.command for source in sources):
+        yield f"\n{older} older files lack their command."
 
 
 # ---- plots ----

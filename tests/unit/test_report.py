@@ -94,7 +94,7 @@ def test_figures_ratios_and_limits(results: Path, tmp_path: Path) -> None:
     assert "| start, llama-3.1-8b, from a capture cache | 6.5 s |" in text
     assert "| 24/s, 20/s | 900 / 10 | 10 / 10 | 20/s (100 and 95 % on time): TTFT p99 4.00× |" in text
     assert "- `startup.json` (2026-01-02): `bullet-graph bench startup`" in text
-    assert "Without its command: `bare.json`, `notes.json`, `peers_conv.json`, `peers_offline.json`." in text
+    assert "\n4 older files lack their command." in text
     pictures = sorted(path.name for path in (tmp_path / "report").iterdir())
     assert pictures == ["goodput.svg", "on_time.svg", "startup.svg"]
     assert all(f"](report/{name})" in text for name in pictures)
