@@ -148,10 +148,6 @@ def test_a_bad_file_is_refused_with_its_name_and_key(tmp_path: Path, old: str, n
     assert "Value error" not in str(refused.value), "our own messages say all of it"
 
 
-def test_an_earlier_release_s_name_of_the_rows_is_read() -> None:
-    assert parse_plan(TEXT.replace("piecewise_rows =", "short_forward_rows =")) == PLAN
-
-
 def test_plans_that_are_none(tmp_path: Path) -> None:
     (tmp_path / "binary.toml").write_bytes(b"\xff\xfe")
     no_tables = TEXT[: TEXT.index("[[decode]]")] + "decode = [1]\n"
