@@ -27,7 +27,7 @@ from bullet_graph.graphs.capture_plan import (
     load_plan,
     parse_plan,
 )
-from bullet_graph.graphs.key import GraphKey, batch_size_buckets, row_buckets
+from bullet_graph.graphs.key import GraphKey
 from bullet_graph.models.presets import PRESETS
 from bullet_graph.partition.masks import WHOLE_GPU, SmPartition
 from bullet_graph.perf.table import load_table, shipped_folder
@@ -86,13 +86,6 @@ def test_partitions_and_cost_of_a_plan() -> None:
 def default_of(model: str, decode_sms: Sequence[int] = (), **settings: Any) -> CapturePlan:
     device: dict[str, Any] = {"dtype": "bfloat16", "num_sms": 132, "decode_sms": decode_sms}
     return default_plan(EngineConfig(model=model, **settings), shape=PRESETS[model], **device)
-
-
-def test_without_a_plan_every_bucket_is_captured_for_every_partition() -> None:
-    plan = default_of("llama-3.1-8b", max_num_seqs=100, max_num_batched_tokens=200, decode_sms=(16, 96))
-    assert [entry.decode_sms for entry in plan.decode] == [None, 16, 96]
-    assert {entry.batch_sizes for entry in plan.decode} == {batch_size_buckets(100)}
-    assert plan.piecewise_rows == row_buckets(300, PRESETS["llama-3.1-8b"])
 
 
 def test_shipped_plans() -> None:
