@@ -2,7 +2,6 @@
 
 import math
 from bisect import bisect_left, bisect_right
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
 
@@ -68,11 +67,9 @@ class TableModel:
         )
         mixed = [(p.tokens, p.batch_size, p.context_tokens, ms) for p, (ms,) in _of(table, "mixed")]
         self._mixed = MixedTimes(mixed, self._decode.whole, self._prefill.whole)
-        by_sms = defaultdict[int, list[tuple[ProfilePoint, tuple[float, ...]]]](list)
-        for point, times in _of(table, "split"):
-            by_sms[point.sms or num_sms].append((point, times))
-        self.decode_sms = tuple(sorted(by_sms))
-        self._beside = {sms: self._measured_beside(sms, by_sms[sms]) for sms in self.decode_sms}
+        split = _of(table, "split")
+        self.decode_sms = tuple(sorted({p.sms or num_sms for p, _ in split}))
+        self._beside = {sms: self._measured_beside(sms, split) for sms in self.decode_sms}
 
     def decode(self, batch_size: int, kv_tokens: int, sms: int | None = None) -> Prediction:
         return Prediction(*self._decode(batch_size, kv_tokens / batch_size, sms or self.num_sms))
@@ -134,10 +131,9 @@ class TableModel:
         depth = max_tokens / 2
         return max(sizes, key=lambda tokens: (tokens / self._prefill(tokens, depth, sms)[0], tokens))
 
-    def _measured_beside(
-        self, decode_sms: int, points: Sequence[tuple[ProfilePoint, tuple[float, ...]]]
-    ) -> tuple["BesideTimes", "BesideTimes"]:
+    def _measured_beside(self, decode_sms: int, split: "Timed") -> tuple["BesideTimes", "BesideTimes"]:
         """Times of the decode lane and of the prefill lane."""
+        points = [(p, times) for p, times in split if (p.sms or self.num_sms) == decode_sms]
         return (
             BesideTimes(
                 [(p.tokens, p.batch_size, p.context_tokens, ms) for p, (ms, _) in points],
@@ -150,8 +146,11 @@ class TableModel:
         )
 
 
-def _of(table: PerfTable, kind: PointKind) -> list[tuple[ProfilePoint, tuple[float, ...]]]:
-    """The points of a kind, and the times of each in ms."""
+Timed = list[tuple[ProfilePoint, tuple[float, ...]]]
+"""Points, and the times of each in ms."""
+
+
+def _of(table: PerfTable, kind: PointKind) -> Timed:
     return [(point, median_ms(repeats)) for point, repeats in table.points.items() if point.kind == kind]
 
 

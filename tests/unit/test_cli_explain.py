@@ -11,8 +11,7 @@ from cli_runner import run
 from click.testing import Result
 from traces import HEADER, RUN, request, write
 
-from bullet_graph.perf.chrome_trace import to_chrome_trace
-from bullet_graph.perf.explain import Window, summarize_trace
+from bullet_graph.perf.explain import Window, summarize_trace, to_chrome_trace
 from bullet_graph.perf.trace import read_trace
 
 
