@@ -334,10 +334,8 @@ class EngineConfig:
         for name, value in settings.items():
             described = SETTINGS.get(name)
             if described is None:
-                near = (
-                    [_FORMER_NAMES[name]] if name in _FORMER_NAMES else difflib.get_close_matches(name, SETTINGS, n=1)
-                )
-                hint = f"did you mean {near[0]}?" if near else f"choose among {', '.join(SETTINGS)}"
+                near = _FORMER_NAMES.get(name) or next(iter(difflib.get_close_matches(name, SETTINGS, n=1)), None)
+                hint = f"did you mean {near}?" if near else f"choose among {', '.join(SETTINGS)}"
                 raise ConfigError(f"the engine has no setting {name!r}: {hint}")
             if isinstance(value, PurePath):
                 value = str(value)

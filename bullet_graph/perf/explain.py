@@ -195,8 +195,7 @@ def summarize_trace(trace: Trace, window: Window | None = None) -> TraceSummary:
     bounds: Counter[str] = Counter()
     for decision in decisions:
         bounds[decision.bound] += decision.count
-    ends_s = occupancy.end_s.tolist()
-    ended = [x for x, end_s in zip(occupancy.launches, ends_s, strict=True) if window.holds(end_s)]
+    ended = [x for x, end_s in zip(occupancy.launches, occupancy.end_s, strict=True) if window.holds(end_s)]
     requests = [r for r in trace.requests if window.holds(r.arrival_s + (r.token_us[-1] if r.token_us else 0) / 1e6)]
     completed = [r for r in requests if r.reason not in ("abort", "error")]
     weights = occupancy.by_policy()

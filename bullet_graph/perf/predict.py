@@ -279,8 +279,6 @@ _USUAL_DEPTH = 8192.0
 _LEAST_REST_SHARE = 0.25
 """Least share of a mixed forward's time that is not attention."""
 
-_Mixed = tuple[int, int, int, float]
-
 
 class MixedTimes:
     """Milliseconds of a mixed forward on the whole GPU.
@@ -291,7 +289,7 @@ class MixedTimes:
     rows, decode rows, context, milliseconds); ``decode`` and ``prefill`` are alone on the whole GPU.
     """
 
-    def __init__(self, points: Sequence[_Mixed], decode: Surface, prefill: Surface) -> None:
+    def __init__(self, points: Sequence[tuple[int, int, int, float]], decode: Surface, prefill: Surface) -> None:
         measured_xs = sorted({float(tokens) for tokens, _, _, _ in points})
         measured_ys = sorted({float(batch_size) for _, batch_size, _, _ in points})
         xs = sorted({*prefill.xs, *measured_xs})
@@ -328,7 +326,7 @@ def _slope(surface: Surface, x: float) -> float:
     return (surface(x, _USUAL_DEPTH) - surface(x, 0.0)) / _USUAL_DEPTH
 
 
-def _kv_slope(batch_size: float, points: Sequence[_Mixed], decode: Surface) -> float:
+def _kv_slope(batch_size: float, points: Sequence[tuple[int, int, int, float]], decode: Surface) -> float:
     """Milliseconds that one more KV token costs, at the measured batch size nearest to this one."""
     slopes: dict[int, list[float]] = {}
     by_place: dict[tuple[int, int], list[tuple[int, float]]] = {}
