@@ -3,11 +3,10 @@
 The engines and their outputs are imported when they are first used: they need torch or numpy.
 """
 
-import warnings
 from typing import TYPE_CHECKING
 
 from bullet_graph._version import __version__
-from bullet_graph.config import RENAMED, EngineConfig, Policy
+from bullet_graph.config import EngineConfig, Policy
 from bullet_graph.errors import (
     BulletGraphError,
     CacheError,
@@ -88,9 +87,6 @@ _ON_FIRST_USE = {
 
 
 def __getattr__(name: str) -> object:
-    if name in RENAMED:
-        warnings.warn(f"{name} is now called {RENAMED[name]}", DeprecationWarning, stacklevel=2)
-        return globals()[RENAMED[name]]
     if name not in _ON_FIRST_USE:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     # Here, since the module's import starts the clock of the engine's imports.

@@ -1,15 +1,13 @@
 """The engine's settings, as one frozen value. The command line's options and the engine's keywords come from here."""
 
 import difflib
-import functools
 import inspect
 import re
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, field, fields, replace
 from pathlib import PurePath
 from types import MappingProxyType, NoneType
-from typing import Any, Literal, ParamSpec, TypeVar, cast, get_args, get_origin, get_type_hints
+from typing import Any, Literal, cast, get_args, get_origin, get_type_hints
 
 from bullet_graph.errors import ConfigError
 from bullet_graph.slo import NO_TARGETS, Slo
@@ -25,9 +23,6 @@ ReadyName = Literal["hot", "all"]
 PromptOrder = Literal["arrival", "longest-output"]
 GenerationConfigChoice = Literal["auto", "none"]
 PolicyChoice = Literal["serial", "mixed", "split", "auto"]
-
-_P = ParamSpec("_P")
-_R = TypeVar("_R")
 
 _ROUTER_SKEW = r"uniform|zipf:\d+(\.\d+)?"
 
@@ -159,24 +154,7 @@ def settings_of(owner: type) -> Mapping[str, Setting]:
     return MappingProxyType(described)
 
 
-RENAMED: Mapping[str, str] = MappingProxyType({"arm": "policy", "canary": "self_check", "Arm": "Policy"})
-"""Former names of settings and of the class, and the current ones. The former still work, with a warning."""
-
-
-def former_names_too(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Let a function take settings by former names, with a warning; ConfigError for one given under both."""
-
-    @functools.wraps(function)
-    def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-        for old in RENAMED.keys() & kwargs.keys():
-            new = RENAMED[old]
-            if new in kwargs:
-                raise ConfigError(f"{old} and {new} are one setting: give {new}, the current name")
-            warnings.warn(f"{old} is now called {new}", DeprecationWarning, stacklevel=2)
-            kwargs[new] = kwargs.pop(old)
-        return function(*args, **kwargs)
-
-    return call
+_FORMER_NAMES = {"arm": "policy", "canary": "self_check"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -350,15 +328,14 @@ class EngineConfig:
     seed: int = setting(0, "Seed of dummy weights, synthetic prompts and sampling.", minimum=0)
 
     @classmethod
-    @former_names_too
     def of(cls, model: str, **settings: Any) -> "EngineConfig":
         """Read settings as users give them: as values, or as texts such as ``policy="mixed:2048"``."""
         parsed: dict[str, Any] = {}
         for name, value in settings.items():
             described = SETTINGS.get(name)
             if described is None:
-                near = difflib.get_close_matches(name, SETTINGS, n=1)
-                hint = f"did you mean {near[0]}?" if near else f"choose among {', '.join(SETTINGS)}"
+                near = _FORMER_NAMES.get(name) or next(iter(difflib.get_close_matches(name, SETTINGS, n=1)), None)
+                hint = f"did you mean {near}?" if near else f"choose among {', '.join(SETTINGS)}"
                 raise ConfigError(f"the engine has no setting {name!r}: {hint}")
             if isinstance(value, PurePath):
                 value = str(value)
@@ -416,8 +393,6 @@ SETTINGS = settings_of(EngineConfig)
 EngineConfig.__doc__ = f"{EngineConfig.__doc__}\nSettings:\n" + "\n".join(
     f"    {name}: {described.help}" for name, described in SETTINGS.items()
 )
-
-EngineConfig.__init__ = former_names_too(EngineConfig.__init__)  # type: ignore[method-assign]
 
 
 def _require_count(name: str, value: object, minimum: int = 1) -> None:

@@ -61,11 +61,14 @@ class Served:
     def post(self, path: str, **body: Any) -> httpx.Response:
         return self.http.post(path, json=body)
 
-    def complete(self, **body: Any) -> dict[str, Any]:
-        response = self.post("/v1/completions", **body)
+    def ask(self, path: str, **body: Any) -> dict[str, Any]:
+        response = self.post(path, **body)
         assert response.status_code == 200, response.text
         answer: dict[str, Any] = response.json()
         return answer
+
+    def complete(self, **body: Any) -> dict[str, Any]:
+        return self.ask("/v1/completions", **body)
 
     def connect(self, request: bytes = b"") -> socket.socket:
         """A connection that has sent this; its buffer is small, so that what is not read stays in the server."""

@@ -25,7 +25,6 @@ from bullet_graph.models.config import ModelConfig
 from bullet_graph.models.presets import PRESETS
 from bullet_graph.models.quantization import in_formats
 from bullet_graph.perf.bandwidth import measure_copy_gb_per_s
-from bullet_graph.perf.profile_plan import ProfilePoint
 from bullet_graph.perf.roofline import (
     decode_step_bytes,
     decode_weight_bytes,
@@ -33,6 +32,7 @@ from bullet_graph.perf.roofline import (
     kv_cache_bytes_per_token,
     layer_matrices,
 )
+from bullet_graph.perf.table import ProfilePoint
 
 GROUPS = ("products", "experts", "attention", "norms", "rope", "swiglu", "head", "sampling", "other")
 _NAMES = {  # parts of kernel names in lower case; Inductor's names say what they fuse; the first that fits

@@ -20,7 +20,7 @@ from bullet_graph.kernels.memory import KVCache
 from bullet_graph.models.config import ModelConfig
 from bullet_graph.models.presets import PRESETS
 from bullet_graph.perf.energy import DeviceMonitor, DeviceReport
-from bullet_graph.perf.profile_plan import ProfilePoint
+from bullet_graph.perf.table import ProfilePoint
 from bullet_graph.runtime.bursts import Workbench, open_workbench
 from bullet_graph.runtime.profile import prepare_profile
 

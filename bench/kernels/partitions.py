@@ -19,7 +19,7 @@ from matplotlib import pyplot as plt
 from bench.kernels.harness import DEVICE, GpuCommand, device_text, open_bench, parse_counts, watch_gpu
 from bench.record import write_report
 from bullet_graph.models.presets import PRESETS
-from bullet_graph.perf.profile_plan import ProfilePoint
+from bullet_graph.perf.table import ProfilePoint
 
 DECODE, PREFILL, SHARED = "#1f6f8b", "#d1603d", "#555555"
 

@@ -29,8 +29,8 @@ from bench.record import write_report
 from bullet_graph.models.config import ModelConfig
 from bullet_graph.models.presets import PRESETS
 from bullet_graph.perf.performance import attention_pairs
-from bullet_graph.perf.profile_plan import ProfilePoint
 from bullet_graph.perf.roofline import layer_matrices
+from bullet_graph.perf.table import ProfilePoint
 from bullet_graph.workloads import WorkloadRequest, load_workload
 
 WORKLOADS = (("azure:conv", 600), ("azure:code", 400))

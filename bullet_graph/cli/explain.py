@@ -11,8 +11,7 @@ from bullet_graph.cli.options import FILE, json_option
 from bullet_graph.cli.result_file import check_plot_file, check_result_file, print_json, write_result_file
 from bullet_graph.cli.tables import print_line, print_table, table_of
 from bullet_graph.errors import ConfigError
-from bullet_graph.perf.chrome_trace import to_chrome_trace
-from bullet_graph.perf.explain import TraceSummary, Window, summarize_trace
+from bullet_graph.perf.explain import TraceSummary, Window, summarize_trace, to_chrome_trace
 from bullet_graph.perf.trace import Trace, read_trace
 
 _MOST_MISSES_SHOWN = 10

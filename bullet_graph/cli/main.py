@@ -13,7 +13,6 @@ import click
 from bullet_graph import errors
 from bullet_graph._version import __version__
 from bullet_graph.cli import EXIT_ERROR, EXIT_INTERRUPTED
-from bullet_graph.config import RENAMED
 
 _COMMANDS = {
     "batch": ("batch:batch", "Answer the rows of files, on one machine or a Ray cluster."),
@@ -89,14 +88,6 @@ class LazyGroup(click.Group):
             formatter.write_dl(lines)
 
 
-def _current_name(name: str) -> str:
-    """Today's name of an option."""
-    new = RENAMED.get(name, name).replace("_", "-")
-    if name in RENAMED:
-        click.echo(f"warning: --{name} is now called --{new}", err=True)
-    return new
-
-
 def with_flags(message: str, command: click.Command) -> str:
     """A message with the command's flags in place of the names that the settings have in Python.
 
@@ -158,11 +149,7 @@ class _ErrorReportingGroup(ErrorReporting, LazyGroup):
 @click.group(
     cls=_ErrorReportingGroup,
     lazy=_COMMANDS,
-    context_settings={
-        "help_option_names": ["-h", "--help"],
-        "show_default": True,
-        "token_normalize_func": _current_name,
-    },
+    context_settings={"help_option_names": ["-h", "--help"], "show_default": True},
 )
 @click.version_option(__version__, prog_name="bullet-graph")
 def main() -> None:

@@ -13,7 +13,6 @@ from bullet_graph.cli.result_file import check_result_file, print_json
 from bullet_graph.cli.tables import print_line, print_table, table_of
 from bullet_graph.config import EngineConfig
 from bullet_graph.perf.accuracy import held_back_errors
-from bullet_graph.perf.profile_plan import from_points
 from bullet_graph.perf.table import format_name
 from bullet_graph.runtime.performance import PROFILED, table_key, table_model, user_table_file
 from bullet_graph.runtime.profile import prepare_profile, profile_model
@@ -71,7 +70,7 @@ def profile(
         )
     errors = held_back_errors(table, table_model(table, config.max_num_seqs, prepared.runtime.model))
     key = table.key
-    num_points, num_held_back = (len(from_points(points)) for points in (table.points, table.held_back))
+    num_points, num_held_back = len(table.points), len(table.held_back)
     if as_json:
         print_json(
             {

@@ -14,6 +14,7 @@ from bullet_graph.perf.goodput_search import LEAST_REQUESTS, LEAST_SECONDS, SHAR
 from bullet_graph.perf.metrics import ReplayResult
 
 _LATENCIES = {"TTFT": "ttft", "TPOT": "tpot", "ITL": "itl", "e2e": "e2el"}
+COUNTERS = ("num_steps", "num_preemptions", "prefix_cache_queries", "prefix_cache_hits")
 _MOST_REASONS_SHOWN = 3
 _NONE = "–"
 
@@ -66,8 +67,7 @@ class ReplayRun:
 
 def counters(stats: EngineStats) -> dict[str, Any]:
     """An engine's counters, as replays report them."""
-    names = ("policy_shares", "num_steps", "num_preemptions", "prefix_cache_queries", "prefix_cache_hits")
-    return {name: getattr(stats, name) for name in (*names, "kv_blocks_peak", "kv_blocks_total")}
+    return {name: getattr(stats, name) for name in ("policy_shares", *COUNTERS, "kv_blocks_peak", "kv_blocks_total")}
 
 
 def emit_replays(title: str, runs: Mapping[str, ReplayRun], common: Fields, output: Output, *, detailed: bool) -> None:

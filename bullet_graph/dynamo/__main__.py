@@ -2,6 +2,7 @@
 
 import argparse
 import importlib.metadata
+import json
 import os
 import sys
 from functools import partial
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+from platformdirs import user_cache_path
 
 from bullet_graph.cli import EXIT_ERROR
 from bullet_graph.cli.engine_run import open_engine
@@ -16,8 +18,9 @@ from bullet_graph.cli.main import ErrorReporting
 from bullet_graph.cli.options import all_of, engine_options, setting_option
 from bullet_graph.cli.result_file import require_extra
 from bullet_graph.config import EngineConfig
-from bullet_graph.dynamo.model_files import model_folder
-from bullet_graph.errors import BulletGraphError, ConfigError
+from bullet_graph.errors import BulletGraphError, ConfigError, ModelError
+from bullet_graph.models.presets import PRESETS_OF_BYTES, resolve_model
+from bullet_graph.models.tokenizer import byte_tokenizer
 from bullet_graph.serve.settings import SERVE_SETTINGS, ServeSettings
 
 _NAME = "python -m bullet_graph.dynamo"
@@ -135,6 +138,54 @@ def _runtime_config(arguments: list[str]) -> Any:
     except ValueError as error:
         raise ConfigError(str(error)) from error
     return runtime
+
+
+def model_folder(model: str, revision: str | None) -> Path:
+    """The folder that the frontend reads: the model's own, or one in the user's cache for a preset of bytes.
+
+    The frontend tokenizes prompts and writes texts by its files. Dynamo takes workers for the same model only if they
+    name the same folder. Raises ModelError where there is no such model, or no tokenizer in it, and ConfigError where
+    the cache cannot be written.
+    """
+    found = resolve_model(model, revision)
+    if found.folder is not None and (found.folder / "tokenizer.json").exists():
+        return found.folder.resolve()
+    if found.folder is not None or found.name not in PRESETS_OF_BYTES:
+        raise ModelError(
+            f"Dynamo's frontend needs the model's tokenizer, and {model} has none: give a folder or a hub id with "
+            "tokenizer.json"
+        )
+    tokenizer = byte_tokenizer(found.config.vocab_size)
+    assert tokenizer.eos_token_id is not None
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": tokenizer.decode([tokenizer.eos_token_id], skip_special_tokens=False),
+        "chat_template": tokenizer.chat_template,
+    }
+    # What the frontend reads of it. Nobody loads weights from here.
+    shape = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": found.config.vocab_size,
+        "max_position_embeddings": found.config.max_position_embeddings,
+        "eos_token_id": [*found.config.eos_token_ids],
+    }
+    folder = user_cache_path("bullet_graph") / "dynamo" / found.name
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        _write(folder / "tokenizer.json", tokenizer.to_json())
+        _write(folder / "tokenizer_config.json", json.dumps(settings))
+        _write(folder / "config.json", json.dumps(shape))
+    except OSError as error:
+        raise ConfigError(f"{folder} must take the tokenizer of {model}, and cannot be written: {error}") from error
+    return folder
+
+
+def _write(path: Path, text: str) -> None:
+    """Write a file that other workers may be writing, with the same text, or reading."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(text, encoding="utf-8")
+    temporary.replace(path)
 
 
 if __name__ == "__main__":

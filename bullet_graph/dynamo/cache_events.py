@@ -7,8 +7,8 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from bullet_graph.config import KV_BLOCK_TOKENS
 from bullet_graph.engine.block_pool import BlocksRemoved, BlocksStored
@@ -20,12 +20,6 @@ _MOST_EVENTS = 256
 Event = Mapping[str, Any]
 
 logger = logging.getLogger(__name__)
-
-
-class Publisher(Protocol):
-    """The part of Dynamo's ``KvEventPublisher`` that is used here."""
-
-    def publish_batch(self, events: Sequence[Event]) -> None: ...
 
 
 def hash_of(key: bytes) -> int:
@@ -62,8 +56,8 @@ class CacheEvents:
         self.put = self._changes.put
         """Take a change; a :data:`~bullet_graph.engine.block_pool.CacheListener`."""
 
-    def start(self, publisher: Publisher | None) -> None:
-        """Begin to publish; without a publisher, the load alone."""
+    def start(self, publisher: Any) -> None:
+        """Begin to publish by Dynamo's ``KvEventPublisher``; with None in its place, the load alone."""
         self._thread = threading.Thread(target=self._run, args=(publisher,), name="bullet-graph-dynamo", daemon=True)
         self._thread.start()
 
@@ -73,7 +67,7 @@ class CacheEvents:
         if self._thread is not None:
             self._thread.join()
 
-    def _run(self, publisher: Publisher | None) -> None:
+    def _run(self, publisher: Any) -> None:
         running, load_s = True, 0.0
         while running:
             changes = self._next_changes()

@@ -11,7 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
 
-from bullet_graph.config import Policy, PromptOrder, former_names_too
+from bullet_graph.config import Policy, PromptOrder
 from bullet_graph.engine.admission import Prompt
 from bullet_graph.engine.engine import Engine
 from bullet_graph.engine.output import EngineStats, OutputKind, RequestOutput
@@ -170,7 +170,6 @@ class AsyncEngine:
         if stream is not None:
             _send(stream.loop, (stream, None))
 
-    @former_names_too
     async def set_policy(
         self, policy: str | Policy, slo: Slo = NO_TARGETS, prompt_order: PromptOrder | None = None
     ) -> None:

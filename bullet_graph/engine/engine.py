@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from bullet_graph._imports import BEGAN_S
-from bullet_graph.config import EngineConfig, Policy, PromptOrder, former_names_too, with_settings
+from bullet_graph.config import EngineConfig, Policy, PromptOrder, with_settings
 from bullet_graph.engine.admission import Admission, Prompt, normalise_batch
 from bullet_graph.engine.block_pool import CacheListener
 from bullet_graph.engine.core import EngineCore
@@ -56,7 +56,6 @@ class Engine:
     Raises ConfigError, ModelError, DeviceError or InsufficientMemoryError, as their docstrings say.
     """
 
-    @former_names_too
     def __init__(
         self,
         model: str,
@@ -334,7 +333,6 @@ class Engine:
         """The phases of the start and their times; holds the first token's time once there is one."""
         return self._start.report()
 
-    @former_names_too
     def set_policy(self, policy: str | Policy, slo: Slo = NO_TARGETS, prompt_order: PromptOrder | None = None) -> None:
         """Change the policy and the targets; the graphs and partitions stay.
 

@@ -16,7 +16,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mappi
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from datetime import datetime
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from bullet_graph.engine.output import OutputKind, RequestOutput
 from bullet_graph.errors import ConfigError, EngineDeadError, PromptError, RequestError
@@ -26,6 +26,11 @@ from bullet_graph.sampling_params import SamplingParams
 from bullet_graph.slo import NO_TARGETS, Slo
 from bullet_graph.workloads import Arrivals, Workload, make_prompt_token_ids
 from bullet_graph.workloads.workload import Times, TurnBefore
+
+if TYPE_CHECKING:
+    # The one imports torch, and the other this module.
+    from bullet_graph.engine.engine import Engine
+    from bullet_graph.engine.simulation import SimulatedEngine
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,34 +206,8 @@ class _Turns:
 # ---- an engine that is stepped ----
 
 
-class ReplayEngine(Protocol):
-    """An engine that :func:`replay` steps: the methods of :class:`~bullet_graph.engine.engine.Engine` that it calls."""
-
-    @property
-    def max_model_len(self) -> int: ...
-
-    def now(self) -> float: ...
-
-    def sleep_until(self, time_s: float) -> None: ...
-
-    def add_request(
-        self,
-        request_id: str,
-        prompt: Sequence[int],
-        sampling_params: SamplingParams,
-        *,
-        output_kind: OutputKind,
-        arrival_s: float,
-        slo: Slo,
-    ) -> None: ...
-
-    def has_unfinished_requests(self) -> bool: ...
-
-    def step(self, until_s: float | None) -> list[RequestOutput]: ...
-
-
 def replay(
-    engine: ReplayEngine,
+    engine: "Engine | SimulatedEngine",
     requests: Sequence[TimedRequest],
     *,
     max_concurrency: int | None = None,

@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Callable
 from dataclasses import asdict, fields
 from pathlib import Path
 
@@ -144,10 +145,7 @@ class DecisionTrace:
         if self._file.closed:
             return
         self._write_repeats()
-        try:
-            self._file.close()
-        except OSError as error:
-            raise self._failed(error) from error
+        self._do(self._file.close)
 
     def _write_repeats(self) -> None:
         if self._repeats:
@@ -164,15 +162,16 @@ class DecisionTrace:
 
     def _flush(self) -> None:
         self._unflushed_chars = 0
-        try:
-            self._file.flush()
-        except OSError as error:
-            raise self._failed(error) from error
+        self._do(self._file.flush)
 
-    def _failed(self, error: OSError) -> TraceError:
-        return TraceError(
-            f"{self._path}: the decision trace cannot be written ({error.strerror}); make room, or write it elsewhere"
-        )
+    def _do(self, call: Callable[[], None]) -> None:
+        try:
+            call()
+        except OSError as error:
+            raise TraceError(
+                f"{self._path}: the decision trace cannot be written ({error.strerror}); make room, or write it "
+                "elsewhere"
+            ) from error
 
 
 def _finite(value: object) -> object:

@@ -39,8 +39,6 @@ Count = Annotated[int, Field(strict=True, ge=1)]
 
 _LINE_CHARS = 100
 _CLOSED = ConfigDict(extra="forbid")
-_OLD_ROWS = "short_forward_rows"
-"""The name that earlier releases gave ``piecewise_rows``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,8 +179,6 @@ def parse_plan(text: str) -> CapturePlan:
             f"format and version must be {FORMAT!r} and {VERSION}; found others: make a plan with "
             "`bullet-graph capture plan`"
         )
-    if _OLD_ROWS in content:
-        content.setdefault("piecewise_rows", content.pop(_OLD_ROWS))
     try:
         return TypeAdapter(CapturePlan).validate_python(content)
     except ValidationError as error:

@@ -232,11 +232,17 @@ def _around_collectives(ops: TorchOps, project: CompiledPart, mlp: CompiledPart)
 _LIBRARY = torch.library.Library("bullet_graph", "FRAGMENT")
 
 
-def _define(schema: str, run: Callable[..., Any], shapes: Callable[..., Any]) -> None:
-    _LIBRARY.define(schema, tags=torch.Tag.pt2_compliant_tag)
-    name = schema.partition("(")[0]
-    _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"bullet_graph::{name}", shapes, lib=_LIBRARY)
+def _operator(schema: str, shapes: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Make a function the operator of a schema; ``shapes`` gives empty results, by which Inductor traces it."""
+
+    def define(run: Callable[..., Any]) -> Callable[..., Any]:
+        _LIBRARY.define(schema, tags=torch.Tag.pt2_compliant_tag)
+        name = schema.partition("(")[0]
+        _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"bullet_graph::{name}", shapes, lib=_LIBRARY)
+        return run
+
+    return define
 
 
 def _triton_ops() -> type[Any]:
@@ -245,43 +251,45 @@ def _triton_ops() -> type[Any]:
     return TritonOps
 
 
-def _add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    normed, summed = _triton_ops().add_rms_norm(x, residual, weight, eps)
-    return normed, summed
-
-
-def _add_rms_norm_shapes(x: Tensor, *_: object) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(x), torch.empty_like(x)
-
-
-def _add_rms_norm_quantized(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, group: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    (values, scales, _), summed = _triton_ops().add_rms_norm_quantized(x, residual, weight, eps, group)
-    return values, scales, summed
-
-
-def _add_rms_norm_quantized_shapes(
-    x: Tensor, _: Tensor, __: Tensor, ___: float, group: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    return *_quantized_shapes(x, x.shape[1], group), torch.empty_like(x)
-
-
-def _act_and_mul_quantized(gate_up: Tensor, gelu: bool, group: int) -> tuple[Tensor, Tensor]:
-    values, scales, _ = _triton_ops().act_and_mul_quantized(gate_up, gelu, group)
-    return values, scales
-
-
-def _act_and_mul_quantized_shapes(gate_up: Tensor, _: bool, group: int) -> tuple[Tensor, Tensor]:
-    return _quantized_shapes(gate_up, gate_up.shape[1] // 2, group)
-
-
 def _quantized_shapes(x: Tensor, width: int, group: int) -> tuple[Tensor, Tensor]:
     # Not len(x), which would fix the number of rows.
     rows = x.shape[0]
     return x.new_empty(rows, width, dtype=FP8), x.new_empty(rows, -(-width // group), dtype=torch.float32)
 
 
+@_operator(
+    "add_rms_norm(Tensor x, Tensor residual, Tensor weight, float eps) -> (Tensor, Tensor)",
+    lambda x, *_: (torch.empty_like(x), torch.empty_like(x)),
+)
+def _add_rms_norm(*given: Any) -> tuple[Tensor, Tensor]:
+    normed, summed = _triton_ops().add_rms_norm(*given)
+    return normed, summed
+
+
+@_operator(
+    "add_rms_norm_quantized(Tensor x, Tensor residual, Tensor weight, float eps, int group)"
+    " -> (Tensor, Tensor, Tensor)",
+    lambda x, *rest: (*_quantized_shapes(x, x.shape[1], rest[-1]), torch.empty_like(x)),
+)
+def _add_rms_norm_quantized(*given: Any) -> tuple[Tensor, Tensor, Tensor]:
+    (values, scales, _), summed = _triton_ops().add_rms_norm_quantized(*given)
+    return values, scales, summed
+
+
+@_operator(
+    "act_and_mul_quantized(Tensor gate_up, bool gelu, int group) -> (Tensor, Tensor)",
+    lambda gate_up, _, group: _quantized_shapes(gate_up, gate_up.shape[1] // 2, group),
+)
+def _act_and_mul_quantized(*given: Any) -> tuple[Tensor, Tensor]:
+    values, scales, _ = _triton_ops().act_and_mul_quantized(*given)
+    return values, scales
+
+
+@_operator(
+    "linear_fp8(Tensor values, Tensor scales, ScalarType dtype, Tensor weight, Tensor scale, Tensor? bias, int group)"
+    " -> Tensor",
+    lambda values, _, dtype, weight, *__: values.new_empty(values.shape[0], weight.shape[0], dtype=dtype),
+)
 def _linear_fp8(
     values: Tensor, scales: Tensor, dtype: torch.dtype, weight: Tensor, scale: Tensor, bias: Tensor | None, group: int
 ) -> Tensor:
@@ -289,45 +297,17 @@ def _linear_fp8(
     return result
 
 
-def _linear_fp8_shapes(values: Tensor, _: Tensor, dtype: torch.dtype, weight: Tensor, *__: object) -> Tensor:
-    return values.new_empty(values.shape[0], weight.shape[0], dtype=dtype)
-
-
+@_operator(
+    "experts(Tensor x, Tensor router, Tensor? router_bias, Tensor gate_up, Tensor? gate_up_scale, int? gate_up_group,"
+    " Tensor down, Tensor? down_scale, int? down_group, int top_k, bool renormalize, int first) -> Tensor",
+    lambda x, *_: torch.empty_like(x),
+)
 def _experts(x: Tensor, *given: Any) -> Tensor:
     router, router_bias, gate_up, gate_up_scale, gate_up_group, down, down_scale, down_group, *rest = given
     first, last = Linear(gate_up, None, gate_up_scale, gate_up_group), Linear(down, None, down_scale, down_group)
     ops = _triton_ops()() if x.is_cuda else TorchOps()
     out: Tensor = ops.experts(x, Experts(Linear(router, router_bias), first, last, *rest))
     return out
-
-
-def _experts_shape(x: Tensor, *_: object) -> Tensor:
-    return torch.empty_like(x)
-
-
-_define(
-    "add_rms_norm(Tensor x, Tensor residual, Tensor weight, float eps) -> (Tensor, Tensor)",
-    *(_add_rms_norm, _add_rms_norm_shapes),
-)
-_define(
-    "add_rms_norm_quantized(Tensor x, Tensor residual, Tensor weight, float eps, int group)"
-    " -> (Tensor, Tensor, Tensor)",
-    *(_add_rms_norm_quantized, _add_rms_norm_quantized_shapes),
-)
-_define(
-    "act_and_mul_quantized(Tensor gate_up, bool gelu, int group) -> (Tensor, Tensor)",
-    *(_act_and_mul_quantized, _act_and_mul_quantized_shapes),
-)
-_define(
-    "linear_fp8(Tensor values, Tensor scales, ScalarType dtype, Tensor weight, Tensor scale, Tensor? bias, int group)"
-    " -> Tensor",
-    *(_linear_fp8, _linear_fp8_shapes),
-)
-_define(
-    "experts(Tensor x, Tensor router, Tensor? router_bias, Tensor gate_up, Tensor? gate_up_scale, int? gate_up_group,"
-    " Tensor down, Tensor? down_scale, int? down_group, int top_k, bool renormalize, int first) -> Tensor",
-    *(_experts, _experts_shape),
-)
 
 
 class CompiledOps(TorchOps):

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from bullet_graph.errors import ConfigError, ModelError, UnsupportedModelError
 from bullet_graph.models.config import ModelConfig, read_dense_config
-from bullet_graph.models.families import gemma, llama, mistral, qwen
+from bullet_graph.models.families import gemma, llama, qwen
 from bullet_graph.models.hub import download, is_hub_id
 from bullet_graph.models.json_files import JsonObject, read_json_object
 from bullet_graph.perf.roofline import Fp8Weights
@@ -24,7 +24,7 @@ _PRESETS = {
     "tiny-moe": qwen.TINY_MOE,
     "qwen3-30b-a3b": qwen.QWEN3_30B_A3B,
     "qwen3-235b-a22b": qwen.QWEN3_235B_A22B,
-    "mixtral-8x7b": mistral.MIXTRAL_8X7B,
+    "mixtral-8x7b": llama.MIXTRAL_8X7B,
 }
 _NOT_IN_FP8 = ("tiny", "llama-3.2-1b", "tiny-moe")
 
@@ -40,8 +40,8 @@ _READERS: Mapping[str, Callable[[JsonObject], ModelConfig]] = {
     "Gemma3ForCausalLM": gemma.read_gemma3,
     "GraniteForCausalLM": llama.read_granite,
     "LlamaForCausalLM": read_dense_config,
-    "MistralForCausalLM": mistral.read_mistral,
-    "MixtralForCausalLM": mistral.read_mixtral,
+    "MistralForCausalLM": llama.read_mistral,
+    "MixtralForCausalLM": llama.read_mixtral,
     "Olmo2ForCausalLM": llama.read_olmo2,
     "Phi3ForCausalLM": llama.read_phi3,
     "Qwen2ForCausalLM": qwen.read_qwen2,

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from bullet_graph.perf.performance import PerformanceModel
-from bullet_graph.perf.profile_plan import from_points
-from bullet_graph.perf.table import PerfTable
+from bullet_graph.perf.table import PerfTable, median_ms
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,10 +60,10 @@ def held_back_errors(table: PerfTable, model: PerformanceModel) -> ErrorReport:
 
 
 def _errors(table: PerfTable, model: PerformanceModel) -> Iterator[PointError]:
-    for point, (measured_ms, _) in from_points(table.held_back).items():
+    for point, repeats in table.held_back.items():
         predicted_ms, from_measured = point.predicted(model)
         kinds = ("split decode", "split prefill") if point.kind == "split" else (point.kind,)
-        for kind, measured, predicted in zip(kinds, measured_ms, predicted_ms, strict=True):
+        for kind, measured, predicted in zip(kinds, median_ms(repeats), predicted_ms, strict=True):
             yield PointError(kind, str(point), measured, predicted, from_measured)
 
 

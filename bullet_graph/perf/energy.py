@@ -7,10 +7,12 @@ import importlib
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 if TYPE_CHECKING:
     import torch
+
+T = TypeVar("T")
 
 SAMPLING_INTERVAL_S = 0.1
 
@@ -98,26 +100,27 @@ def open_probe(device: "torch.device", num_gpus: int = 1) -> NvmlProbe | None:
 
 def nvml_driver_version() -> str | None:
     """Version of the NVIDIA driver; None where NVML is missing."""
-    nvml = _open_nvml()
-    if nvml is None:
-        return None
-    try:
-        return str(nvml.nvmlSystemGetDriverVersion())
-    except nvml.NVMLError:
-        return None
-    finally:
-        nvml.nvmlShutdown()
+    return _asked(lambda nvml: str(nvml.nvmlSystemGetDriverVersion()))
 
 
 def linked_by_nvlink(one_uuid: str, other_uuid: str) -> bool | None:
     """Whether NVLink joins two GPUs, directly or by switches; None where NVML does not tell."""
+
+    def ask(nvml: Any) -> bool:
+        one, other = (_handle_of(nvml, uuid) for uuid in (one_uuid, other_uuid))
+        status = nvml.nvmlDeviceGetP2PStatus(one, other, nvml.NVML_P2P_CAPS_INDEX_NVLINK)
+        return bool(status == nvml.NVML_P2P_STATUS_OK)
+
+    return _asked(ask)
+
+
+def _asked(ask: Callable[[Any], T]) -> T | None:
+    """What NVML answers; None where it is missing or has no answer."""
     nvml = _open_nvml()
     if nvml is None:
         return None
     try:
-        one, other = (_handle_of(nvml, uuid) for uuid in (one_uuid, other_uuid))
-        status = nvml.nvmlDeviceGetP2PStatus(one, other, nvml.NVML_P2P_CAPS_INDEX_NVLINK)
-        return bool(status == nvml.NVML_P2P_STATUS_OK)
+        return ask(nvml)
     except nvml.NVMLError:
         return None
     finally:

@@ -11,10 +11,11 @@ from bullet_graph.perf.performance import Prediction, SplitPrediction, attention
 from bullet_graph.perf.roofline import CHUNK_STEP_TOKENS, DecoderShape, Roofline
 from bullet_graph.perf.surface import NOTHING_MEASURED, Surface, clamp_cells, fill_like, fill_surface, nodes_around
 from bullet_graph.perf.table import (
-    MixedPoint,
     PerfTable,
-    SplitPoint,
+    PointKind,
+    ProfilePoint,
     format_name,
+    median_ms,
     rank_differences,
     shape_numbers,
     table_file_name,
@@ -43,30 +44,32 @@ class TableModel:
 
     def __init__(self, table: PerfTable, shape: DecoderShape) -> None:
         _check(table, shape)
-        key, points = table.key, table.points
+        key = table.key
         num_sms = key.num_sms
         roofline = Roofline(gpu_spec(key.gpu, num_sms), shape, dtype_bytes=_DTYPE_BYTES[key.dtype])
         self.num_layers = key.shape["num_layers"]
         self.num_sms = num_sms
         self._roofline = roofline
         self._decode = LaneTimes(
-            [(p.sms or num_sms, p.batch_size, p.context_tokens, p.ms) for p in points.decode],
+            [(p.sms or num_sms, p.batch_size, p.context_tokens, ms) for p, (ms,) in _of(table, "decode")],
             lambda rows, depth, sms: roofline.decode(rows, rows * depth, sms).ms,
             num_sms=num_sms,
             end=_MAX_BATCH_SIZE,
         )
         self._prefill = LaneTimes(
             [
-                (p.sms or num_sms, p.tokens, attention_pairs(p.tokens, p.cached_tokens) / p.tokens, p.ms)
-                for p in points.prefill
+                (p.sms or num_sms, p.tokens, attention_pairs(p.tokens, p.cached_tokens) / p.tokens, ms)
+                for p, (ms,) in _of(table, "prefill")
             ],
             lambda rows, depth, sms: roofline.prefill(rows, rows * depth, sms).ms,
             num_sms=num_sms,
             end=_MAX_CHUNK_TOKENS,
         )
-        self._mixed = MixedTimes(points.mixed, self._decode.whole, self._prefill.whole)
-        self.decode_sms = tuple(sorted({p.decode_sms for p in points.split}))
-        self._beside = {sms: self._measured_beside(points.split, sms) for sms in self.decode_sms}
+        mixed = [(p.tokens, p.batch_size, p.context_tokens, ms) for p, (ms,) in _of(table, "mixed")]
+        self._mixed = MixedTimes(mixed, self._decode.whole, self._prefill.whole)
+        split = _of(table, "split")
+        self.decode_sms = tuple(sorted({p.sms or num_sms for p, _ in split}))
+        self._beside = {sms: self._measured_beside(sms, split) for sms in self.decode_sms}
 
     def decode(self, batch_size: int, kv_tokens: int, sms: int | None = None) -> Prediction:
         return Prediction(*self._decode(batch_size, kv_tokens / batch_size, sms or self.num_sms))
@@ -128,19 +131,27 @@ class TableModel:
         depth = max_tokens / 2
         return max(sizes, key=lambda tokens: (tokens / self._prefill(tokens, depth, sms)[0], tokens))
 
-    def _measured_beside(self, split: Sequence[SplitPoint], decode_sms: int) -> tuple["BesideTimes", "BesideTimes"]:
+    def _measured_beside(self, decode_sms: int, split: "Timed") -> tuple["BesideTimes", "BesideTimes"]:
         """Times of the decode lane and of the prefill lane."""
-        points = [point for point in split if point.decode_sms == decode_sms]
+        points = [(p, times) for p, times in split if (p.sms or self.num_sms) == decode_sms]
         return (
             BesideTimes(
-                [(p.tokens, p.batch_size, p.context_tokens, p.decode_ms) for p in points],
+                [(p.tokens, p.batch_size, p.context_tokens, ms) for p, (ms, _) in points],
                 self._decode.surface(decode_sms),
             ),
             BesideTimes(
-                [(p.batch_size * p.context_tokens, p.tokens, (p.tokens + 1) / 2, p.prefill_ms) for p in points],
+                [(p.batch_size * p.context_tokens, p.tokens, (p.tokens + 1) / 2, ms) for p, (_, ms) in points],
                 self._prefill.surface(self.num_sms - decode_sms),
             ),
         )
+
+
+Timed = list[tuple[ProfilePoint, tuple[float, ...]]]
+"""Points, and the times of each in ms."""
+
+
+def _of(table: PerfTable, kind: PointKind) -> Timed:
+    return [(point, median_ms(repeats)) for point, repeats in table.points.items() if point.kind == kind]
 
 
 def _check(table: PerfTable, shape: DecoderShape) -> None:
@@ -274,24 +285,22 @@ class MixedTimes:
 
     A forward has three parts: the attention of its prompt rows (a slope in their depth, from prefill alone), that of
     its decode rows (a slope in KV tokens, from the mixed points, else from decode alone), and the rest, a surface over
-    prompt rows and decode rows. Without mixed points the rest is a prefill of all rows together. ``decode`` and
-    ``prefill`` are alone on the whole GPU.
+    prompt rows and decode rows. Without mixed points the rest is a prefill of all rows together. ``points`` are (prompt
+    rows, decode rows, context, milliseconds); ``decode`` and ``prefill`` are alone on the whole GPU.
     """
 
-    def __init__(self, points: Iterable[MixedPoint], decode: Surface, prefill: Surface) -> None:
-        points = tuple(points)
-        measured_xs = sorted({float(p.tokens) for p in points})
-        measured_ys = sorted({float(p.batch_size) for p in points})
+    def __init__(self, points: Sequence[tuple[int, int, int, float]], decode: Surface, prefill: Surface) -> None:
+        measured_xs = sorted({float(tokens) for tokens, _, _, _ in points})
+        measured_ys = sorted({float(batch_size) for _, batch_size, _, _ in points})
         xs = sorted({*prefill.xs, *measured_xs})
         ys = sorted({0.0, *decode.xs, *measured_ys})
         depth_ms = list(accumulate((_slope(prefill, x) for x in xs), max))
         kv_ms = [_kv_slope(y, points, decode) for y in ys]
         rest: dict[tuple[float, float], list[float]] = {}
-        for p in points:
-            prompt_ms = depth_ms[xs.index(p.tokens)] * attention_pairs(p.tokens) / p.tokens
-            kv_part_ms = kv_ms[ys.index(p.batch_size)] * p.batch_size * p.context_tokens
-            part_ms = max(p.ms - prompt_ms - kv_part_ms, _LEAST_REST_SHARE * p.ms)
-            rest.setdefault((p.tokens, p.batch_size), []).append(part_ms)
+        for tokens, batch_size, context, ms in points:
+            prompt_ms = depth_ms[xs.index(tokens)] * attention_pairs(tokens) / tokens
+            kv_part_ms = kv_ms[ys.index(batch_size)] * batch_size * context
+            rest.setdefault((tokens, batch_size), []).append(max(ms - prompt_ms - kv_part_ms, _LEAST_REST_SHARE * ms))
         measured = {place: sum(parts) / len(parts) for place, parts in rest.items()}
         scales = {(x, y): ms / prefill(x + y, 0.0) for (x, y), ms in measured.items()}
         filled = [[_scale(x, y, scales) * prefill(x + y, 0.0) for y in ys] for x in xs]
@@ -317,12 +326,12 @@ def _slope(surface: Surface, x: float) -> float:
     return (surface(x, _USUAL_DEPTH) - surface(x, 0.0)) / _USUAL_DEPTH
 
 
-def _kv_slope(batch_size: float, points: Sequence[MixedPoint], decode: Surface) -> float:
+def _kv_slope(batch_size: float, points: Sequence[tuple[int, int, int, float]], decode: Surface) -> float:
     """Milliseconds that one more KV token costs, at the measured batch size nearest to this one."""
     slopes: dict[int, list[float]] = {}
     by_place: dict[tuple[int, int], list[tuple[int, float]]] = {}
-    for p in points:
-        by_place.setdefault((p.tokens, p.batch_size), []).append((p.context_tokens, p.ms))
+    for tokens, rows, context, ms in points:
+        by_place.setdefault((tokens, rows), []).append((context, ms))
     for (_, rows), pairs in by_place.items():
         (short, short_ms), (long, long_ms) = min(pairs), max(pairs)
         if long > short:

@@ -1,21 +1,15 @@
-"""The points that ``bullet-graph profile`` measures, their order and duration, and their results. Deterministic."""
+"""The points that ``bullet-graph profile`` measures, their order and duration. Deterministic."""
 
 import itertools
 import math
 import random
-import statistics
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import astuple, dataclass
-from types import MappingProxyType
-from typing import Any, Literal, get_args
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 from bullet_graph.config import KV_BLOCK_TOKENS
 from bullet_graph.errors import ConfigError
-from bullet_graph.perf.performance import PerformanceModel, attention_pairs
-from bullet_graph.perf.table import POINT_KINDS, Points
-
-PointKind = Literal["decode", "prefill", "mixed", "split"]
-KINDS: tuple[PointKind, ...] = get_args(PointKind)
+from bullet_graph.perf.performance import PerformanceModel
+from bullet_graph.perf.table import KINDS, ProfilePoint
 
 WARM_S = 0.06
 """Unmeasured start of a burst, in seconds: power and caches then no longer depend on the burst before."""
@@ -29,50 +23,6 @@ _HELD_BACK_SHARE = 0.12
 _BURST_OVERHEAD_S = 0.015
 _CONTEXT_STEP = 250
 _MAX_DRAWS = 1000
-
-
-@dataclass(frozen=True, slots=True)
-class ProfilePoint:
-    """One measurement: decode alone, prefill alone, both in one forward (mixed), or both at once (split).
-
-    ``sms`` is the size of the decode lane, or of the prefill lane for prefill; None: the whole GPU. Each decode row
-    attends to ``context_tokens`` tokens, itself included. A chunk's ``tokens`` rows follow ``cached_tokens`` tokens of
-    the same prompt. Numbers that do not apply are 0.
-    """
-
-    kind: PointKind
-    sms: int | None = None
-    batch_size: int = 0
-    context_tokens: int = 0
-    tokens: int = 0
-    cached_tokens: int = 0
-
-    def __str__(self) -> str:
-        where = "the whole GPU" if self.sms is None else f"{self.sms} SMs"
-        rows = f"{self.batch_size} rows of context {self.context_tokens}"
-        texts: dict[PointKind, str] = {
-            "decode": f"{rows} on {where}",
-            "prefill": f"{self.tokens} tokens after {self.cached_tokens} on {where}",
-            "mixed": f"{self.tokens} tokens with {rows}",
-            "split": f"{rows} on {where} beside {self.tokens} tokens",
-        }
-        return texts[self.kind]
-
-    def predicted(self, model: PerformanceModel) -> tuple[tuple[float, ...], bool]:
-        """Its times in ms by a model, in the order of :data:`Measured`; and whether they rest on measured points."""
-        kv_tokens = self.batch_size * self.context_tokens
-        pairs = attention_pairs(self.tokens, self.cached_tokens)
-        if self.kind == "split":
-            sms = self.sms or model.num_sms
-            both = model.split(sms, self.batch_size, kv_tokens, self.tokens, pairs)
-            return (both.decode_ms, both.prefill_ms), both.measured
-        if self.kind == "decode":
-            one = model.decode(self.batch_size, kv_tokens, self.sms)
-        elif self.kind == "prefill":
-            one = model.prefill(self.tokens, pairs, self.sms)
-        else:
-            one = model.mixed(self.tokens, pairs, self.batch_size, kv_tokens)
-        return (one.ms,), one.measured
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,47 +204,3 @@ def _near(anchor: ProfilePoint, of_kind: Sequence[ProfilePoint], rng: random.Ran
         cached = between(KV_BLOCK_TOKENS * 16, max(point.cached_tokens for point in alike))
         tokens = between(min(point.tokens for point in same_sms), max(point.tokens for point in alike))
     return ProfilePoint(anchor.kind, anchor.sms, ranged("batch_size"), ranged("context_tokens"), tokens, cached)
-
-
-# ---- results ----
-
-
-Measured = Mapping[ProfilePoint, Sequence[tuple[float, ...]]]
-"""Repeats of each point, in ms: the step's time; for a split, the decode step's and the prefill forward's."""
-
-_SHAPES: Mapping[PointKind, tuple[str, ...]] = MappingProxyType(
-    {
-        "decode": ("batch_size", "context_tokens", "sms"),
-        "prefill": ("tokens", "cached_tokens", "sms"),
-        "mixed": ("tokens", "batch_size", "context_tokens"),
-        "split": ("sms", "batch_size", "context_tokens", "tokens"),
-    }
-)
-"""Fields of a :class:`ProfilePoint` in the order in which a table's point begins with them."""
-
-
-def to_points(measured: Measured, wanted: Sequence[ProfilePoint]) -> Points:
-    """The ``wanted`` points that were measured at least once."""
-    points: dict[str, list[Any]] = {kind: [] for kind in KINDS}
-    for point in wanted:
-        if repeats := measured.get(point, ()):
-            shape = (getattr(point, name) for name in _SHAPES[point.kind])
-            by_lane = tuple(zip(*repeats, strict=True))
-            points[point.kind].append(POINT_KINDS[point.kind](*shape, *map(statistics.median, by_lane), *by_lane))
-    return Points(**{kind: tuple(found) for kind, found in points.items()})
-
-
-Record = tuple[tuple[float, ...], list[tuple[float, ...]]]
-"""A point's times in ms, of each lane that it keeps busy, and their repeats."""
-
-
-def from_points(points: Points) -> dict[ProfilePoint, Record]:
-    """The inverse of :func:`to_points`."""
-    records: dict[ProfilePoint, Record] = {}
-    for kind, names in _SHAPES.items():
-        for point in getattr(points, kind):
-            values = astuple(point)
-            shape, times = dict(zip(names, values, strict=False)), values[len(names) :]
-            half = len(times) // 2
-            records[ProfilePoint(kind, **shape)] = times[:half], list(zip(*times[half:], strict=True))
-    return records

@@ -4,18 +4,19 @@ import hashlib
 import json
 import os
 import re
+import statistics
 import warnings
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, field, fields, replace
 from pathlib import Path
-from types import MappingProxyType
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any, Literal, NoReturn, get_args
 
-from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, create_model
 from pydantic.dataclasses import dataclass
 
 from bullet_graph.errors import PerfTableError, PerfTableWarning, first_problem
+from bullet_graph.perf.performance import PerformanceModel, attention_pairs
 from bullet_graph.perf.roofline import DecoderShape
 
 PROFILE_AGAIN = "measure it again with `bullet-graph profile`"
@@ -28,76 +29,64 @@ _PACKAGE_FOLDER = Path(__file__).resolve().parents[1]
 Amount = Annotated[int, Field(strict=True, ge=0)]
 Count = Annotated[int, Field(strict=True, ge=1)]
 Milliseconds = Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)]
-Repeats = tuple[Milliseconds, ...]
+
+PointKind = Literal["decode", "prefill", "mixed", "split"]
+KINDS: tuple[PointKind, ...] = get_args(PointKind)
 
 _CLOSED = ConfigDict(extra="forbid")
 
 
-# Of each point, ``ms`` is the median of its repeats, which are kept in order. ``sms`` is the lane's number of SMs, None
-# for the whole GPU. Decode rows attend to ``context_tokens`` tokens each. Prefill forwards run all layers of one chunk.
+@dataclass(frozen=True, slots=True)
+class ProfilePoint:
+    """One measurement: decode alone, prefill alone, both in one forward (mixed), or both at once (split).
+
+    ``sms`` is the size of the decode lane, or of the prefill lane for prefill; None: the whole GPU. Each decode row
+    attends to ``context_tokens`` tokens, itself included. A chunk's ``tokens`` rows follow ``cached_tokens`` tokens of
+    the same prompt. Numbers that do not apply are 0.
+    """
+
+    kind: PointKind
+    sms: int | None = None
+    batch_size: int = 0
+    context_tokens: int = 0
+    tokens: int = 0
+    cached_tokens: int = 0
+
+    def __str__(self) -> str:
+        where = "the whole GPU" if self.sms is None else f"{self.sms} SMs"
+        rows = f"{self.batch_size} rows of context {self.context_tokens}"
+        texts: dict[PointKind, str] = {
+            "decode": f"{rows} on {where}",
+            "prefill": f"{self.tokens} tokens after {self.cached_tokens} on {where}",
+            "mixed": f"{self.tokens} tokens with {rows}",
+            "split": f"{rows} on {where} beside {self.tokens} tokens",
+        }
+        return texts[self.kind]
+
+    def predicted(self, model: PerformanceModel) -> tuple[tuple[float, ...], bool]:
+        """Its times in ms by a model, in the order of :data:`Measured`; and whether they rest on measured points."""
+        kv_tokens = self.batch_size * self.context_tokens
+        pairs = attention_pairs(self.tokens, self.cached_tokens)
+        if self.kind == "split":
+            sms = self.sms or model.num_sms
+            both = model.split(sms, self.batch_size, kv_tokens, self.tokens, pairs)
+            return (both.decode_ms, both.prefill_ms), both.measured
+        if self.kind == "decode":
+            one = model.decode(self.batch_size, kv_tokens, self.sms)
+        elif self.kind == "prefill":
+            one = model.prefill(self.tokens, pairs, self.sms)
+        else:
+            one = model.mixed(self.tokens, pairs, self.batch_size, kv_tokens)
+        return (one.ms,), one.measured
 
 
-@dataclass(frozen=True, slots=True, config=_CLOSED)
-class DecodePoint:
-    """One decode step of ``batch_size`` rows, alone."""
-
-    batch_size: Count
-    context_tokens: Count
-    sms: Count | None
-    ms: Milliseconds
-    repeats_ms: Repeats
+Measured = Mapping[ProfilePoint, Sequence[tuple[Milliseconds, ...]]]
+"""Repeats of each point, in ms: the step's time; for a split, the decode step's and the prefill forward's."""
 
 
-@dataclass(frozen=True, slots=True, config=_CLOSED)
-class PrefillPoint:
-    """A forward of ``tokens`` prompt rows after ``cached_tokens`` tokens of the same prompt, alone."""
-
-    tokens: Count
-    cached_tokens: Amount
-    sms: Count | None
-    ms: Milliseconds
-    repeats_ms: Repeats
-
-
-@dataclass(frozen=True, slots=True, config=_CLOSED)
-class MixedPoint:
-    """One forward of ``tokens`` prompt rows without a prefix and ``batch_size`` decode rows, on the whole GPU."""
-
-    tokens: Count
-    batch_size: Count
-    context_tokens: Count
-    ms: Milliseconds
-    repeats_ms: Repeats
-
-
-@dataclass(frozen=True, slots=True, config=_CLOSED)
-class SplitPoint:
-    """Decode steps on ``decode_sms`` SMs beside forwards of ``tokens`` prompt rows on the others, both lanes busy."""
-
-    decode_sms: Count
-    batch_size: Count
-    context_tokens: Count
-    tokens: Count
-    decode_ms: Milliseconds
-    prefill_ms: Milliseconds
-    decode_repeats_ms: Repeats
-    prefill_repeats_ms: Repeats
-
-
-POINT_KINDS: Mapping[str, type[Any]] = MappingProxyType(
-    {"decode": DecodePoint, "prefill": PrefillPoint, "mixed": MixedPoint, "split": SplitPoint}
-)
-"""Points by the field of ``Points`` that holds them."""
-
-
-@dataclass(frozen=True, slots=True, config=_CLOSED)
-class Points:
-    """Measured points by kind."""
-
-    decode: tuple[DecodePoint, ...] = ()
-    prefill: tuple[PrefillPoint, ...] = ()
-    mixed: tuple[MixedPoint, ...] = ()
-    split: tuple[SplitPoint, ...] = ()
+def median_ms(repeats: Sequence[tuple[float, ...]]) -> tuple[float, ...]:
+    """A point's times in ms: of each lane that it keeps busy, the median of its repeats."""
+    return tuple(map(statistics.median, zip(*repeats, strict=True)))
 
 
 @dataclass(frozen=True, slots=True, config=_CLOSED)
@@ -128,8 +117,8 @@ class PerfTable:
     """
 
     key: TableKey
-    points: Points
-    held_back: Points
+    points: Measured
+    held_back: Measured
     provenance: Mapping[str, Any] = field(default_factory=dict)
     complete: bool = True
 
@@ -222,10 +211,65 @@ def _differences(required: Mapping[str, Any], found: Mapping[str, Any]) -> list[
 
 # ---- a table's file: versioned JSON with a checksum ----
 
+_SHAPES: Mapping[PointKind, Mapping[str, Any]] = {
+    "decode": {"batch_size": Count, "context_tokens": Count, "sms": Count | None},
+    "prefill": {"tokens": Count, "cached_tokens": Amount, "sms": Count | None},
+    "mixed": {"tokens": Count, "batch_size": Count, "context_tokens": Count},
+    "split": {"decode_sms": Count, "batch_size": Count, "context_tokens": Count, "tokens": Count},
+}
+"""What the record of a point begins with; for each lane, its median time and its repeats follow."""
+
+
+def _lanes(kind: PointKind) -> tuple[str, ...]:
+    """What the names of a lane's times begin with."""
+    return ("decode_", "prefill_") if kind == "split" else ("",)
+
+
+def _record_type(kind: PointKind) -> Any:
+    types = {**_SHAPES[kind], **{f"{lane}ms": Milliseconds for lane in _lanes(kind)}}
+    types |= {f"{lane}repeats_ms": Annotated[list[Milliseconds], Field(min_length=1)] for lane in _lanes(kind)}
+    required: dict[str, Any] = {name: (each, ...) for name, each in types.items()}
+    return create_model(kind, __config__=_CLOSED, **required)
+
+
+_RECORDS: dict[str, Any] = {kind: (list[_record_type(kind)], []) for kind in KINDS}  # type: ignore[misc]
+_RECORDS_BY_KIND = create_model("Points", __config__=_CLOSED, **_RECORDS)
+
+
+def _records(measured: Measured) -> dict[PointKind, list[dict[str, Any]]]:
+    records: dict[PointKind, list[dict[str, Any]]] = {kind: [] for kind in KINDS}
+    for point, repeats in measured.items():
+        lanes = _lanes(point.kind)
+        records[point.kind].append(
+            {name: getattr(point, name.removeprefix("decode_")) for name in _SHAPES[point.kind]}
+            | {f"{lane}ms": ms for lane, ms in zip(lanes, median_ms(repeats), strict=True)}
+            | {f"{lane}repeats_ms": each for lane, each in zip(lanes, zip(*repeats, strict=True), strict=True)}
+        )
+    return records
+
+
+def _measured(points: Any) -> Measured:
+    measured = {}
+    for kind in KINDS:
+        for record in getattr(points, kind):
+            shape = {name.removeprefix("decode_"): getattr(record, name) for name in _SHAPES[kind]}
+            repeats = (getattr(record, f"{lane}repeats_ms") for lane in _lanes(kind))
+            measured[ProfilePoint(kind, **shape)] = list(zip(*repeats, strict=True))
+    return measured
+
 
 def write_table(table: PerfTable, path: Path) -> None:
     """Write a table as JSON, replacing an existing file atomically; PerfTableError where that fails."""
-    content = {"format": FORMAT, "version": VERSION, "num_layers": table.key.shape["num_layers"]} | asdict(table)
+    content: dict[str, Any] = {
+        "format": FORMAT,
+        "version": VERSION,
+        "num_layers": table.key.shape["num_layers"],
+        "key": asdict(table.key),
+        "points": _records(table.points),
+        "held_back": _records(table.held_back),
+        "provenance": table.provenance,
+        "complete": table.complete,
+    }
     text = json.dumps({**content, "checksum": _checksum(content)}, indent=1, allow_nan=False) + "\n"
     draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
@@ -268,6 +312,8 @@ def _read_content(content: Any) -> PerfTable:
     for name in ("format", "version", "num_layers"):
         content.pop(name, None)
     try:
+        for name in [name for name in ("points", "held_back") if name in content]:
+            content[name] = _measured(_RECORDS_BY_KIND.model_validate(content[name]))
         return TypeAdapter(PerfTable).validate_python(content)
     except ValidationError as error:
         _fail(f"its fields are not those of a table ({first_problem(error)})")

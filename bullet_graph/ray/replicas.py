@@ -14,7 +14,7 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]
     """Sends a request to the replica that holds most of its prompt, as long as that one is not too busy.
 
     A choice counts at once: a replica accepts a request only later, and requests with one prompt may come together.
-    The third argument of a request are its :func:`~bullet_graph.serve.prompt_keys.prompt_keys`. ``slack`` is set by
+    The third argument of a request are its :func:`~bullet_graph.serve.forward.prompt_keys`. ``slack`` is set by
     ``request_router_kwargs``.
     """
 

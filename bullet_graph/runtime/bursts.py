@@ -24,7 +24,8 @@ from bullet_graph.models.decoder import Decoder
 from bullet_graph.models.progress import progress_bar
 from bullet_graph.partition.backend import PartitionBackend, open_backend
 from bullet_graph.partition.masks import WHOLE_GPU, Lane, SmPartition, partition_of
-from bullet_graph.perf.profile_plan import MIN_INTERVALS, WARM_S, ProfileLimits, ProfilePoint
+from bullet_graph.perf.profile_plan import MIN_INTERVALS, WARM_S, ProfileLimits
+from bullet_graph.perf.table import ProfilePoint
 from bullet_graph.runtime.build import Start, decoder_while_loading, partitions_of
 from bullet_graph.runtime.cuda import decode_inputs, lane_stream
 from bullet_graph.runtime.eager_lane import EagerLane

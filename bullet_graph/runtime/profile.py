@@ -15,17 +15,10 @@ from bullet_graph.errors import ConfigError, DeviceError, PerfTableError
 from bullet_graph.kernels.communicator import ALONE
 from bullet_graph.models.progress import progress_bar
 from bullet_graph.perf.energy import DeviceMonitor, DeviceReport, open_probe
-from bullet_graph.perf.profile_plan import (
-    ProfileLimits,
-    ProfilePlan,
-    ProfilePoint,
-    from_points,
-    plan_profile,
-    to_points,
-)
+from bullet_graph.perf.profile_plan import ProfileLimits, ProfilePlan, plan_profile
 from bullet_graph.perf.provenance import collect_provenance
 from bullet_graph.perf.roofline import Roofline
-from bullet_graph.perf.table import PerfTable, TableKey, read_table, require_match, write_table
+from bullet_graph.perf.table import PerfTable, ProfilePoint, TableKey, read_table, require_match, write_table
 from bullet_graph.runtime.build import plan_ledger
 from bullet_graph.runtime.memory import MemoryLedger
 from bullet_graph.runtime.performance import table_key
@@ -163,8 +156,8 @@ def profile_model(
         def table(*, complete: bool) -> PerfTable:
             return PerfTable(
                 key=key,
-                points=to_points(measured, plan.grid),
-                held_back=to_points(measured, plan.held_back),
+                points={point: measured[point] for point in plan.grid if measured[point]},
+                held_back={point: measured[point] for point in plan.held_back if measured[point]},
                 provenance=provenance,
                 complete=complete,
             )
@@ -240,10 +233,10 @@ def _resume(partial: Path, key: TableKey, plan: ProfilePlan) -> tuple[PerfTable,
         raise ConfigError(
             f"cannot go on with what an interrupted profile measured: {error}. --restart measures all anew"
         ) from error
-    known = {**from_points(before.points), **from_points(before.held_back)}
+    known = {**before.points, **before.held_back}
     if foreign := known.keys() - set(plan.points):
         raise ConfigError(
             f"{partial} holds {len(foreign)} points that are not in this plan: it was begun with other options. Give "
             "the same ones to go on, or --restart to measure all anew"
         )
-    return before, {point: list(known[point][1]) if point in known else [] for point in plan.points}
+    return before, {point: list(known.get(point, ())) for point in plan.points}

@@ -72,23 +72,6 @@ def test_a_machine_without_a_gpu() -> None:
     assert found["machine"]["provenance"]["versions"]["torch"] == torch.__version__
 
 
-@without_gpu
-@pytest.mark.parametrize(
-    ("arguments", "name"),
-    [
-        (("--device", "cuda"), "GPU"),
-        (("--partition-backend", "green"), "SM partitions"),
-        (("--decode-sms", "16,32"), "SM partitions"),
-        (("--model", "nonsense"), "nonsense"),
-    ],
-)
-def test_what_the_engine_could_not_do_without_a_gpu(arguments: tuple[str, ...], name: str) -> None:
-    found = line(page(*arguments, exit_code=1), name)
-    assert found["level"] == "red"
-    assert found["advice"]
-    assert "cannot run as asked" in run("doctor", *arguments).stdout
-
-
 def test_the_memory_of_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
     found = page("--device", "cpu", "--model", "tiny")
     assert "weights" in line(found, "tiny")["found"]
@@ -166,17 +149,6 @@ def test_a_calibration_shows_its_progress_and_may_confirm_the_table(monkeypatch:
     assert "knows it already" in result.stdout
     assert "385/385" in result.stderr
     assert "385/385" not in result.stdout
-
-
-@pytest.mark.parametrize(("acting", "words"), [((), "found none"), ((0x51C, 0x600), "found 0x51c, 0x600")])
-def test_a_calibration_that_finds_none_or_two(
-    own_caches: Path, monkeypatch: pytest.MonkeyPatch, acting: tuple[int, ...], words: str
-) -> None:
-    offsets_act(monkeypatch, *acting)
-    message = refused(run("doctor", "--calibrate", "--json"))
-    assert message.startswith("error: exactly one offset")
-    assert words in message
-    assert not own_caches.exists()
 
 
 def test_a_calibration_that_cannot_be_remembered(own_caches: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -63,18 +63,6 @@ def test_the_same_arguments_give_the_same_figures() -> None:
     assert sum(first["output_lens"]) == first["total_output_tokens"]
 
 
-def test_several_policies_stand_side_by_side() -> None:
-    policies = ("--policy", "mixed:2048", "--policy", "split", "--policy", "mixed:2048")
-    both = parsed(simulate(*policies, "--request-rate", "20", *TARGETS, "--json"))
-    assert [flat["policy"] for flat in both["results"]] == ["mixed:2048", "split"], "each policy once"
-    assert set(both["results"][1]["policy_shares"]) <= {"split", "solo"}
-    assert both["gpu"] == "NVIDIA H200"
-    shown = simulate(*policies, "--request-rate", "20", *TARGETS)
-    assert shown.exit_code == 0
-    for text in ("mixed:2048", "split", "TTFT, median, ms", "met all targets, %"):
-        assert text in shown.stdout
-
-
 def test_recorded_arrivals_and_failed_requests() -> None:
     flat = parsed(simulate("--request-rate", "trace", "--time-scale", "0.1", "--max-model-len", "1500", "--json"))
     assert (flat["request_rate"], flat["burstiness"]) == ("trace", None)

@@ -124,9 +124,11 @@ def test_bad_words_that_have_no_room_are_refused(model: Model, words: list[str],
         engine.generate([1], SamplingParams(bad_words=words), use_tqdm=False)
 
 
-def test_logprobs_are_those_of_the_unadjusted_logits(model: Model) -> None:
+@pytest.mark.parametrize("masked", [False, True])
+def test_logprobs_are_those_of_the_unadjusted_logits(model: Model, masked: bool) -> None:
     best = model.greedy(PROMPT, 1)[0]
-    params = SamplingParams(temperature=0, max_tokens=1, logit_bias={best: -100.0}, logprobs=1)
+    adjusted = {"min_tokens": 1, "stop_token_ids": [best]} if masked else {"logit_bias": {best: -100.0}}
+    params = SamplingParams(temperature=0, max_tokens=1, logprobs=1, **adjusted)
     with make_engine(model.folder) as engine:
         (output,) = engine.generate(PROMPT, params, use_tqdm=False)
     (completion,) = output.outputs

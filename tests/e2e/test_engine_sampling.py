@@ -43,15 +43,6 @@ def test_logprobs_are_the_model_s_own(model: Model, params: SamplingParams) -> N
         np.testing.assert_allclose(values, [float(row[token_id]) for token_id, _ in entry.top], atol=1e-4)
 
 
-def test_logprobs_do_not_see_what_min_tokens_masks(model: Model) -> None:
-    stop = model.greedy(PROMPT, 1)[0]
-    params = SamplingParams(temperature=0, max_tokens=1, min_tokens=1, stop_token_ids=[stop], logprobs=1)
-    with make_engine(model.folder) as engine:
-        (output,) = engine.generate(PROMPT, params, use_tqdm=False)
-    assert output.outputs[0].logprobs is not None
-    assert output.outputs[0].logprobs[0].top[0][0] == stop
-
-
 # ---- seeds and samples ----
 
 SEEDED = [

@@ -171,17 +171,10 @@ def test_the_api_is_described_without_other_hosts(served: Served) -> None:
 # ---- the tokenizer ----
 
 
-def ask(served: Served, path: str, **body: Any) -> dict[str, Any]:
-    response = served.post(path, **body)
-    assert response.status_code == 200, response.text
-    answer: dict[str, Any] = response.json()
-    return answer
-
-
 def test_texts_and_conversations_as_tokens(model: Model) -> None:
     messages = [{"role": "user", "content": "The sea"}]
     with serving(model.folder, max_model_len=64) as served:
-        told = ask(served, "/tokenize", prompt="The sea", model=MODEL, return_token_strs=True)
+        told = served.ask("/tokenize", prompt="The sea", model=MODEL, return_token_strs=True)
         prompt = served.complete(prompt="The sea", max_tokens=1, return_token_ids=True)
         ids = prompt["choices"][0]["prompt_token_ids"]
         assert ids[0] == BOS_TOKEN_ID
@@ -189,16 +182,16 @@ def test_texts_and_conversations_as_tokens(model: Model) -> None:
         assert tokenizer is not None
         strs = tokenizer.tokens(ids)
         assert told == {"count": len(ids), "max_model_len": 64, "tokens": ids, "token_strs": strs}
-        assert ask(served, "/tokenize", prompt="The sea", add_special_tokens=False)["tokens"] == ids[1:]
-        told = ask(served, "/tokenize", messages=messages)
-        chat = ask(served, CHATS, messages=messages, max_tokens=1, return_token_ids=True)
+        assert served.ask("/tokenize", prompt="The sea", add_special_tokens=False)["tokens"] == ids[1:]
+        told = served.ask("/tokenize", messages=messages)
+        chat = served.ask(CHATS, messages=messages, max_tokens=1, return_token_ids=True)
         assert told["tokens"] == chat["prompt_token_ids"]
         assert told["token_strs"] is None
-        closed = ask(served, "/tokenize", messages=messages, add_generation_prompt=False)["tokens"]
+        closed = served.ask("/tokenize", messages=messages, add_generation_prompt=False)["tokens"]
         assert closed == told["tokens"][: len(closed)]
         assert len(closed) < len(told["tokens"])
-        assert ask(served, "/detokenize", tokens=ids)["prompt"] == tokenizer.decode(ids, False)
-        assert ask(served, "/detokenize", tokens=[])["prompt"] == ""
+        assert served.ask("/detokenize", tokens=ids)["prompt"] == tokenizer.decode(ids, False)
+        assert served.ask("/detokenize", tokens=[])["prompt"] == ""
 
 
 @pytest.mark.parametrize(

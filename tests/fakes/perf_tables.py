@@ -10,8 +10,7 @@ from dataclasses import replace
 
 from bullet_graph.models.presets import PRESETS
 from bullet_graph.perf.performance import attention_pairs
-from bullet_graph.perf.profile_plan import ProfilePoint, to_points
-from bullet_graph.perf.table import PerfTable, Points, TableKey, shape_numbers
+from bullet_graph.perf.table import PerfTable, ProfilePoint, TableKey, shape_numbers
 
 NUM_SMS = 132
 LLAMA_8B = PRESETS["llama-3.1-8b"]
@@ -125,19 +124,23 @@ def h200_table(
         ProfilePoint("mixed", None, 192, 1500, 384),
         *(ProfilePoint("split", sms, 96, 1200, 2048) for sms in decode_sms),
     ]
-    measured = {
-        point: [tuple(ms * (1 + factor.uniform(-noise, noise)) for ms in _times_ms(point))]
-        for point in grid + held_back
-        if mixed or point.kind != "mixed"
-    }
+    points, points_held_back = (
+        {
+            point: [tuple(ms * (1 + factor.uniform(-noise, noise)) for ms in _times_ms(point))]
+            for point in wanted
+            if mixed or point.kind != "mixed"
+        }
+        for wanted in (grid, held_back)
+    )
     provenance = {"driver_version": "580.159.04", "note": "made by formulas, for tests"}
-    return PerfTable(key, to_points(measured, grid), to_points(measured, held_back), provenance)
+    return PerfTable(key, points, points_held_back, provenance)
 
 
 def interrupted_table() -> PerfTable:
     """A profile that has measured decode only."""
     table = h200_table()
-    return replace(table, points=Points(decode=table.points.decode), held_back=Points(), complete=False)
+    decode = {point: repeats for point, repeats in table.points.items() if point.kind == "decode"}
+    return replace(table, points=decode, held_back={}, complete=False)
 
 
 def _times_ms(point: ProfilePoint) -> tuple[float, ...]:

@@ -10,8 +10,7 @@ from click.testing import Result
 
 from bullet_graph.config import EngineConfig
 from bullet_graph.errors import ConfigError, PerfTableError
-from bullet_graph.perf.profile_plan import ProfilePoint, from_points
-from bullet_graph.perf.table import PerfTable, read_table
+from bullet_graph.perf.table import Measured, PerfTable, read_table
 from bullet_graph.runtime.bursts import Workbench
 from bullet_graph.runtime.performance import table_model
 from bullet_graph.runtime.profile import Prepared, prepare_profile, profile_model
@@ -65,9 +64,8 @@ def command(model: str, output: Path, *more: str) -> Result:
     return run(*arguments, "--output", str(output), *more)
 
 
-def all_repeats(table: PerfTable) -> dict[ProfilePoint, list[tuple[float, ...]]]:
-    both = {**from_points(table.points), **from_points(table.held_back)}
-    return {point: repeats for point, (_, repeats) in both.items()}
+def all_repeats(table: PerfTable) -> Measured:
+    return {**table.points, **table.held_back}
 
 
 def test_a_profile_by_the_command(model: str, tmp_path: Path, record_property: Record) -> None:

@@ -7,7 +7,7 @@ from fakes.perf_tables import LLAMA_8B, h200_table
 
 from bullet_graph.perf.accuracy import ErrorReport, PointError, held_back_errors
 from bullet_graph.perf.predict import TableModel
-from bullet_graph.perf.table import DecodePoint, PerfTable, Points, PrefillPoint
+from bullet_graph.perf.table import Measured, PerfTable, ProfilePoint, median_ms
 
 
 def report_of(table: PerfTable) -> ErrorReport:
@@ -33,29 +33,28 @@ def test_noise_of_3_percent_stays_within_the_target() -> None:
 
 
 def test_errors_by_hand() -> None:
-    exact = [point.ms for point in h200_table().held_back.decode[:2]]
+    ((one, one_repeats), (other, other_repeats), *_) = h200_table().held_back.items()
+    (one_ms,), (other_ms,) = median_ms(one_repeats), median_ms(other_repeats)
     # Measured at half of the prediction and at its double: 100 % too long, 50 % too short.
-    held_back = Points(
-        decode=(DecodePoint(96, 1500, None, exact[0] / 2, ()), DecodePoint(16, 600, None, exact[1] * 2, ()))
-    )
+    held_back: Measured = {one: [(one_ms / 2,)], other: [(other_ms * 2,)]}
     report = report_of(replace(h200_table(), held_back=held_back))
     assert [point.percent for point in report.points] == pytest.approx([100, -50])
     assert report.overall is not None
     assert report.overall.median_percent == pytest.approx(75)
     assert report.overall.p90_percent == pytest.approx(95)
     assert report.overall.worst == PointError(
-        "decode", "96 rows of context 1500 on the whole GPU", exact[0] / 2, pytest.approx(exact[0]), True
+        "decode", "96 rows of context 1500 on the whole GPU", one_ms / 2, pytest.approx(one_ms), True
     )
 
 
 def test_nothing_held_back() -> None:
-    report = report_of(replace(h200_table(), held_back=Points()))
+    report = report_of(replace(h200_table(), held_back={}))
     assert report.points == report.kinds == ()
     assert report.overall is None
 
 
 def test_a_point_outside_of_the_measured_range_is_told() -> None:
-    held_back = Points(prefill=(PrefillPoint(16384, 0, 84, 900.0, ()),))
+    held_back: Measured = {ProfilePoint("prefill", 84, tokens=16384): [(900.0,)]}
     (point,) = report_of(replace(h200_table(), held_back=held_back)).points
     assert not point.from_measured
     assert point.point == "16384 tokens after 0 on 84 SMs"

@@ -1,4 +1,4 @@
-"""What admission makes of a prompt and its settings: seeds of samples, and the tokens that end them."""
+"""What admission makes of a prompt and its settings: seeds of samples."""
 
 from dataclasses import replace
 
@@ -26,9 +26,3 @@ def admitted(params: SamplingParams) -> Request:
 def test_each_sample_has_the_next_seed(seed: int, expected: list[int]) -> None:
     samples = admitted(SamplingParams(seed=seed, n=3)).samples
     assert [sample.sequence.seed for sample in samples] == expected
-
-
-@pytest.mark.parametrize("ignores", [False, True])
-def test_the_models_own_tokens_end_an_output_unless_they_are_ignored(ignores: bool) -> None:
-    (sample,) = admitted(SamplingParams(ignore_eos=ignores, stop_token_ids=[3])).samples
-    assert sample.sequence.stop_token_ids == ({3} if ignores else {3, 4})

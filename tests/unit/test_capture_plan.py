@@ -27,7 +27,7 @@ from bullet_graph.graphs.capture_plan import (
     load_plan,
     parse_plan,
 )
-from bullet_graph.graphs.key import GraphKey, batch_size_buckets, row_buckets
+from bullet_graph.graphs.key import GraphKey
 from bullet_graph.models.presets import PRESETS
 from bullet_graph.partition.masks import WHOLE_GPU, SmPartition
 from bullet_graph.perf.table import load_table, shipped_folder
@@ -88,20 +88,13 @@ def default_of(model: str, decode_sms: Sequence[int] = (), **settings: Any) -> C
     return default_plan(EngineConfig(model=model, **settings), shape=PRESETS[model], **device)
 
 
-def test_without_a_plan_every_bucket_is_captured_for_every_partition() -> None:
-    plan = default_of("llama-3.1-8b", max_num_seqs=100, max_num_batched_tokens=200, decode_sms=(16, 96))
-    assert [entry.decode_sms for entry in plan.decode] == [None, 16, 96]
-    assert {entry.batch_sizes for entry in plan.decode} == {batch_size_buckets(100)}
-    assert plan.piecewise_rows == row_buckets(300, PRESETS["llama-3.1-8b"])
-
-
 def test_shipped_plans() -> None:
     names = {path.stem for path in shipped_folder().glob("*.toml")}
     assert names == {f"llama-3.1-8b_bfloat16{end}" for end in ("", "_conv", "_code")}
     for name in names:
         assert (load_plan(name).model, load_plan(name).dtype) == ("llama-3.1-8b", "bfloat16")
     table = load_table("h200", model="llama-3.1-8b")
-    sizes = sorted({point.decode_sms for point in table.points.split})
+    sizes = sorted({point.sms for point in table.points if point.kind == "split"})
     assert load_plan("llama-3.1-8b_bfloat16") == default_of("llama-3.1-8b", decode_sms=sizes)
 
 
@@ -146,10 +139,6 @@ def test_a_bad_file_is_refused_with_its_name_and_key(tmp_path: Path, old: str, n
     assert str(refused.value).startswith(f"cannot use the capture plan {path}: ")
     assert message in str(refused.value)
     assert "Value error" not in str(refused.value), "our own messages say all of it"
-
-
-def test_an_earlier_release_s_name_of_the_rows_is_read() -> None:
-    assert parse_plan(TEXT.replace("piecewise_rows =", "short_forward_rows =")) == PLAN
 
 
 def test_plans_that_are_none(tmp_path: Path) -> None:

@@ -11,8 +11,7 @@ from cli_runner import run
 from click.testing import Result
 from traces import HEADER, RUN, request, write
 
-from bullet_graph.perf.chrome_trace import to_chrome_trace
-from bullet_graph.perf.explain import Window, summarize_trace
+from bullet_graph.perf.explain import Window, summarize_trace, to_chrome_trace
 from bullet_graph.perf.trace import read_trace
 
 
@@ -116,7 +115,3 @@ def test_outputs_that_cannot_be(tmp_path: Path, run_file: Path) -> None:
 )
 def test_parts_that_cannot_be(run_file: Path, part: tuple[str, ...]) -> None:
     assert "the trace is" in refused(run_file, *part)
-
-
-def test_errors_of_the_file_are_told(tmp_path: Path) -> None:
-    assert "no.jsonl: cannot be read" in refused(tmp_path / "no.jsonl")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 import pytest
-from cli_runner import TINY, run
+from cli_runner import run
 from click.testing import CliRunner
 
 from bullet_graph.cli.bench.latency import decode_gaps_ms, prefill_ms
@@ -105,13 +105,6 @@ def test_every_option_reaches_its_setting() -> None:
     assert not parse_options("--no-cuda-graphs").cuda_graphs
     assert parse_options("--compile").compile
     assert parse_options("--capture-cache", "off").capture_cache is None
-
-
-def test_options_that_were_renamed_still_work_with_a_warning() -> None:
-    result = run("generate", *TINY, "--prompt-ids", "1", "--max-tokens", "1", "--arm=serial", "--canary", "off")
-    assert result.exit_code == 0
-    assert "warning: --arm is now called --policy\nwarning: --canary is now called --self-check\n" in result.stderr
-    assert "--arm" not in run("generate", "--help").stdout
 
 
 @pytest.mark.parametrize(

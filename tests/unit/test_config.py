@@ -2,7 +2,6 @@
 
 import math
 import re
-from collections.abc import Callable
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -10,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bullet_graph.config import SETTINGS, EngineConfig, Policy, former_names_too
+from bullet_graph.config import SETTINGS, EngineConfig, Policy
 from bullet_graph.errors import ConfigError
 from bullet_graph.slo import Slo
 
@@ -136,7 +135,9 @@ def test_texts_are_read_as_on_the_command_line() -> None:
     assert EngineConfig.of(**config.values()) == config
 
 
-def test_an_unknown_setting_names_the_nearest() -> None:
+def test_an_unknown_setting_names_the_nearest_or_the_current_one() -> None:
+    with pytest.raises(ConfigError, match="no setting 'canary': did you mean self_check"):
+        EngineConfig.of("tiny", canary="off")
     with pytest.raises(ConfigError, match="no setting 'max_seqs': did you mean max_num_seqs"):
         EngineConfig.of("tiny", max_seqs=3)
     with pytest.raises(ConfigError, match="no setting 'zzz': choose among model, revision, load_format"):
@@ -149,22 +150,3 @@ def test_every_setting_is_described() -> None:
     for name, setting in SETTINGS.items():
         assert setting.help.endswith(".")
         assert setting.help in (EngineConfig.__doc__ or ""), name
-
-
-@former_names_too
-def take(*, policy: str = "mixed") -> str:
-    return policy
-
-
-def test_former_names_still_work_with_a_warning() -> None:
-    with pytest.warns(DeprecationWarning, match="arm is now called policy") as caught:
-        assert take(arm="auto") == "auto"  # type: ignore[call-arg]
-    assert caught[0].filename == __file__
-    with pytest.raises(ConfigError, match="arm and policy are one setting: give policy"):
-        take(arm="auto", policy="split")  # type: ignore[call-arg]
-
-
-@pytest.mark.parametrize("make", [EngineConfig, EngineConfig.of])
-def test_the_configuration_takes_former_names(make: Callable[..., EngineConfig]) -> None:
-    with pytest.warns(DeprecationWarning, match="canary is now called self_check"):
-        assert make(model="tiny", canary="off").self_check == "off"

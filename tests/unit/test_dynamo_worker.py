@@ -18,7 +18,6 @@ from cli_runner import refused
 from click.testing import CliRunner
 
 from bullet_graph.dynamo import __main__ as command
-from bullet_graph.dynamo import model_files
 from bullet_graph.dynamo.cache_events import CacheEvents, Event, event_of, hash_of
 from bullet_graph.dynamo.messages import read_request, write_chunk
 from bullet_graph.engine.block_pool import BlocksRemoved, BlocksStored
@@ -240,9 +239,9 @@ def test_documented_commands_are_accepted() -> None:
 
 
 def test_a_preset_of_bytes_gets_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model_files, "user_cache_path", lambda _: tmp_path)
-    folder = model_files.model_folder("tiny", None)
-    assert folder == model_files.model_folder("tiny", None) == tmp_path / "dynamo" / "tiny"
+    monkeypatch.setattr(command, "user_cache_path", lambda _: tmp_path)
+    folder = command.model_folder("tiny", None)
+    assert folder == command.model_folder("tiny", None) == tmp_path / "dynamo" / "tiny"
     assert sorted(path.name for path in folder.iterdir()) == ["config.json", "tokenizer.json", "tokenizer_config.json"]
     tokenizer = Tokenizer.from_folder(folder)
     assert tokenizer is not None
@@ -256,18 +255,18 @@ def test_a_folder_is_taken_as_it_is_if_it_has_a_tokenizer(tmp_path: Path) -> Non
     shape |= {"num_hidden_layers": 1, "num_attention_heads": 4, "max_position_embeddings": 64, "rms_norm_eps": 1e-5}
     (tmp_path / "config.json").write_text(json.dumps(shape))
     with pytest.raises(ModelError, match=r"give a folder or a hub id with tokenizer\.json"):
-        model_files.model_folder(str(tmp_path), None)
+        command.model_folder(str(tmp_path), None)
     tokenizers.Tokenizer(tokenizers.models.BPE()).save(str(tmp_path / "tokenizer.json"))
-    assert model_files.model_folder(str(tmp_path), None) == tmp_path.resolve()
+    assert command.model_folder(str(tmp_path), None) == tmp_path.resolve()
 
 
 def test_models_that_the_frontend_cannot_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ModelError, match="the model's tokenizer, and qwen3-8b has none"):
-        model_files.model_folder("qwen3-8b", None)
+        command.model_folder("qwen3-8b", None)
     (tmp_path / "dynamo").write_text("")
-    monkeypatch.setattr(model_files, "user_cache_path", lambda _: tmp_path)
+    monkeypatch.setattr(command, "user_cache_path", lambda _: tmp_path)
     with pytest.raises(ConfigError, match="must take the tokenizer of tiny"):
-        model_files.model_folder("tiny", None)
+        command.model_folder("tiny", None)
 
 
 @pytest.mark.parametrize("found", [None, "1.5.9"])

@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 from traces import HEADER, RUN, launch, read_run, request, retire, write
 
-from bullet_graph.perf.chrome_trace import to_chrome_trace
-from bullet_graph.perf.explain import Miss, Occupancy, PolicyShare, Window, summarize_trace
+from bullet_graph.perf.explain import Miss, Occupancy, PolicyShare, Window, summarize_trace, to_chrome_trace
 from bullet_graph.perf.trace import Launch, read_trace
 
 

@@ -21,17 +21,6 @@ def flashinfer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeFlashInfe
     return FakeFlashInfer.install(monkeypatch, tmp_path)
 
 
-def test_a_library_at_hand_is_loaded_without_flashinfer(
-    flashinfer: FakeFlashInfer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    library = tmp_path / "module.so"
-    library.write_bytes(b"compiled")
-    monkeypatch.setitem(sys.modules, "flashinfer", None)  # who imports it, fails
-    module = load_module(FA2, library)
-    assert load_module(FA2) is module, "a process loads a module once"
-    assert flashinfer.loaded == [library]
-
-
 def test_without_one_flashinfer_compiles_it(flashinfer: FakeFlashInfer) -> None:
     module = load_module(FA2)
     assert load_module(FA2) is module
@@ -57,15 +46,6 @@ def test_what_was_compiled_ahead_of_time_is_only_found(flashinfer: FakeFlashInfe
     library.write_bytes(b"compiled")
     load_module(FA2)
     assert (flashinfer.built, flashinfer.loaded) == ([], [library])
-
-
-def test_what_cannot_be_loaded_is_asked_for_again(flashinfer: FakeFlashInfer, tmp_path: Path) -> None:
-    library = tmp_path / "module.so"
-    library.write_bytes(FakeFlashInfer.BROKEN)
-    with pytest.raises(RuntimeError, match="undefined symbol"):
-        load_module(FA2, library)
-    load_module(FA2)
-    assert flashinfer.built == ["prefill_fa2_128"]
 
 
 @pytest.mark.parametrize(("capability", "backend"), [((9, 0), "fa3"), ((8, 0), "fa2")])

@@ -9,8 +9,7 @@ import pytest
 from starlette.types import Message, Scope
 
 from bullet_graph.serve.errors import ApiError
-from bullet_graph.serve.forward import EngineGoneError, Forwarder
-from bullet_graph.serve.prompt_keys import prompt_keys
+from bullet_graph.serve.forward import EngineGoneError, Forwarder, prompt_keys
 
 JSON, STREAM = b"application/json", b"text/event-stream; charset=utf-8"
 Answer = Callable[[], AsyncGenerator[Message, None]]

@@ -1,11 +1,10 @@
 import json
 import math
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import LlamaConfig, MixtralConfig, Qwen3Config, Qwen3MoeConfig
 
 from bullet_graph.errors import ConfigError, ModelError, UnsupportedModelError
 from bullet_graph.models.presets import PRESETS, FoundModel, load_model_config, resolve_model
@@ -280,36 +279,6 @@ def test_missing_folder_or_file(tmp_path: Path) -> None:
         load_model_config(tmp_path)
     with pytest.raises(ModelError, match="is not a folder"):
         load_model_config(tmp_path / "config.json" / "file")
-
-
-@pytest.mark.parametrize("name", PRESETS)
-def test_presets_are_configs_transformers_accepts(tmp_path: Path, name: str) -> None:
-    preset = PRESETS[name]
-    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": preset.rope.theta}
-    if preset.rope.scaling is not None:
-        rope |= {"rope_type": "llama3"} | asdict(preset.rope.scaling)
-    shared = (
-        *("vocab_size", "hidden_size", "intermediate_size", "head_dim", "max_position_embeddings"),
-        *("rms_norm_eps", "tie_word_embeddings", "dtype"),
-    )
-    classes = {"LlamaForCausalLM": LlamaConfig, "Qwen3ForCausalLM": Qwen3Config}
-    classes |= {"Qwen3MoeForCausalLM": Qwen3MoeConfig, "MixtralForCausalLM": MixtralConfig}
-    experts: dict[str, Any] = {}
-    if preset.num_experts:
-        experts = {"num_local_experts": preset.num_experts, "num_experts_per_tok": preset.experts_per_token}
-        if preset.architecture == "Qwen3MoeForCausalLM":
-            experts |= {"moe_intermediate_size": preset.expert_intermediate_size, "norm_topk_prob": True}
-    classes[preset.architecture](
-        **experts,
-        **{key: getattr(preset, key) for key in shared},
-        num_hidden_layers=preset.num_layers,
-        num_attention_heads=preset.num_heads,
-        num_key_value_heads=preset.num_kv_heads,
-        architectures=[preset.architecture],
-        eos_token_id=list(preset.eos_token_ids),
-        rope_parameters=rope,
-    ).save_pretrained(tmp_path)
-    assert load_model_config(tmp_path) == replace(preset, fp8=None)
 
 
 def test_resolve_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from bullet_graph.models.config import ModelConfig
 from bullet_graph.perf.accuracy import held_back_errors
 from bullet_graph.perf.performance import PerformanceModel, attention_pairs
 from bullet_graph.perf.predict import TableModel
-from bullet_graph.perf.table import DecodePoint, MixedPoint, PerfTable, Points, PrefillPoint, SplitPoint
+from bullet_graph.perf.table import Measured, PerfTable, PointKind, ProfilePoint, median_ms
 
 H200 = h200_table()
 MODEL = TableModel(H200, LLAMA_8B)
@@ -24,22 +24,26 @@ PAIRS = attention_pairs(2048)
 
 SPARSE = replace(
     H200,
-    points=Points(
-        decode=(DecodePoint(64, 1000, None, 7.3, ()), DecodePoint(64, 1000, 32, 13.7, ())),
-        prefill=(PrefillPoint(2048, 0, None, 48.6, ()), PrefillPoint(2048, 0, 100, 65.0, ())),
-        split=(SplitPoint(32, 64, 1000, 2048, 17.9, 79.0, (), ()), SplitPoint(64, 64, 1000, 2048, 11.5, 101.8, (), ())),
-    ),
+    points={
+        ProfilePoint("decode", None, 64, 1000): [(7.3,)],
+        ProfilePoint("decode", 32, 64, 1000): [(13.7,)],
+        ProfilePoint("prefill", None, tokens=2048): [(48.6,)],
+        ProfilePoint("prefill", 100, tokens=2048): [(65.0,)],
+        ProfilePoint("split", 32, 64, 1000, 2048): [(17.9, 79.0)],
+        ProfilePoint("split", 64, 64, 1000, 2048): [(11.5, 101.8)],
+    },
 )
 
 
-def with_points(**kinds: tuple[object, ...]) -> TableModel:
-    return TableModel(replace(H200, points=replace(H200.points, **kinds)), LLAMA_8B)  # type: ignore[arg-type]
+def with_points(kind: PointKind, points: Measured) -> TableModel:
+    """Of the H200's table, with other points of one kind."""
+    others = {point: repeats for point, repeats in H200.points.items() if point.kind != kind}
+    return TableModel(replace(H200, points={**others, **points}), LLAMA_8B)
 
 
 def test_exact_at_every_measured_point() -> None:
     errors = held_back_errors(replace(H200, held_back=H200.points), MODEL).points
-    points = H200.points
-    assert len(errors) == len(points.decode) + len(points.prefill) + len(points.mixed) + 2 * len(points.split)
+    assert len(errors) == sum(2 if point.kind == "split" else 1 for point in H200.points)
     for error in errors:
         assert (error.predicted_ms, error.from_measured) == (pytest.approx(error.measured_ms), True)
 
@@ -82,12 +86,12 @@ def test_mixed_takes_context_and_cached_prefix_into_account() -> None:
 
 
 def test_mixed_points_at_two_contexts_give_the_slope() -> None:
-    points = tuple(
-        MixedPoint(tokens, 64, context, 10.0 + tokens / 50 + context / 500, ())
+    points = {
+        ProfilePoint("mixed", None, 64, context, tokens): [(10.0 + tokens / 50 + context / 500,)]
         for tokens in (256, 1024)
         for context in (1000, 3000)
-    )
-    model = with_points(mixed=points)
+    }
+    model = with_points("mixed", points)
     predicted = model.mixed(256, attention_pairs(256), 64, 64 * 2000)
     assert predicted.ms == pytest.approx(10 + 256 / 50 + 4)
     assert predicted.measured
@@ -155,7 +159,7 @@ def test_a_single_point_of_each_kind_is_enough() -> None:
     assert 10 < smaller.decode_ms < 17.9
     assert 35 < smaller.prefill_ms < 50
     # Of no point at all, a roofline.
-    empty = TableModel(replace(H200, points=Points()), LLAMA_8B)
+    empty = TableModel(replace(H200, points={}), LLAMA_8B)
     assert empty.decode(64, 64_000).ms == pytest.approx(7.3, rel=0.15)
     assert not empty.decode(64, 64_000).measured
     assert not empty.prefill(512, attention_pairs(512)).measured
@@ -163,11 +167,11 @@ def test_a_single_point_of_each_kind_is_enough() -> None:
 
 def test_groups_of_split_points_are_told_apart() -> None:
     # A chunk of 512 rows leaves decode faster than one of 2,048; each group is met, and the middle lies between.
-    points = tuple(
-        SplitPoint(64, batch_size, 1000, tokens, decode_ms, 100.0 * tokens / 2048, (), ())
+    points = {
+        ProfilePoint("split", 64, batch_size, 1000, tokens): [(decode_ms, 100.0 * tokens / 2048)]
         for batch_size, tokens, decode_ms in ((64, 2048, 11.5), (128, 2048, 14.0), (64, 512, 10.0))
-    )
-    model = with_points(split=points)
+    }
+    model = with_points("split", points)
 
     def beside(tokens: int) -> float:
         return model.split(64, 64, 64_000, tokens, attention_pairs(tokens)).decode_ms
@@ -183,11 +187,16 @@ def test_chunks_follow_measured_rates_where_there_are_enough_and_else_the_waves(
     assert MODEL.wave_chunk_tokens(2000) == 1984
     assert MODEL.wave_chunk_tokens(30) == 30
     # A size measured to be slow is not taken.
-    slow = tuple(replace(p, ms=p.ms * 1.5) if (p.tokens, p.sms) == (4096, None) else p for p in H200.points.prefill)
-    points = tuple(p for p in slow if p.tokens <= 4096 or p.sms is not None)
-    assert with_points(prefill=points).wave_chunk_tokens(4096) == 2048
+    prefill = {p: median_ms(repeats) for p, repeats in H200.points.items() if p.kind == "prefill"}
+    points = {
+        p: [(ms * 1.5 if (p.tokens, p.sms) == (4096, None) else ms,)]
+        for p, (ms,) in prefill.items()
+        if p.tokens <= 4096 or p.sms is not None
+    }
+    assert with_points("prefill", points).wave_chunk_tokens(4096) == 2048
     # Too little was measured.
-    assert with_points(prefill=H200.points.prefill[:2]).wave_chunk_tokens(2000, 96) == 1536
+    few = {p: [ms] for p, ms in list(prefill.items())[:2]}
+    assert with_points("prefill", few).wave_chunk_tokens(2000, 96) == 1536
     assert MODEL.wave_chunk_tokens(700, 40) == 640
 
 
@@ -218,11 +227,8 @@ def noisy_sparse_model(seed: int) -> TableModel:
     rng = random.Random(seed)
     share = (0.03, 0.1, 0.3, 0.7)[seed % 4]
     points = h200_table(noise=0.3, seed=seed).points
-    kept = {
-        kind: tuple(point for point in getattr(points, kind) if rng.random() < share)
-        for kind in ("decode", "prefill", "mixed", "split")
-    }
-    return TableModel(replace(H200, points=Points(**kept)), LLAMA_8B)
+    kept = {point: repeats for point, repeats in points.items() if rng.random() < share}
+    return TableModel(replace(H200, points=kept), LLAMA_8B)
 
 
 MODELS = st.sampled_from([TableModel(H200, LLAMA_8B), *(noisy_sparse_model(seed) for seed in range(8))])

@@ -17,7 +17,8 @@ from bullet_graph.models.presets import PRESETS
 from bullet_graph.models.sharding import shard
 from bullet_graph.perf import table as tables
 from bullet_graph.perf.table import (
-    DecodePoint,
+    PerfTable,
+    ProfilePoint,
     _checksum,
     for_lengths,
     format_name,
@@ -51,13 +52,34 @@ def change(path: Path, edit: Change, *, sign: bool = True) -> None:
     path.write_text(json.dumps(content))
 
 
-@pytest.mark.parametrize("table", [h200_table(noise=0.1), interrupted_table()], ids=["whole", "interrupted"])
+REPEATED = replace(
+    h200_table(noise=0.1),
+    points={
+        point: [(1.0 + number, 20.0)[: 2 if point.kind == "split" else 1] for number in (0, 2, 1)]
+        for point in h200_table().points
+    },
+)
+
+
+@pytest.mark.parametrize("table", [REPEATED, interrupted_table()], ids=["whole", "interrupted"])
 def test_what_is_written_is_read(tmp_path: Path, table: Any) -> None:
     path = tmp_path / "table.json"
     for written in (h200_table(), table):  # the second replaces the first
         write_table(written, path)
         assert read_table(path) == written
     assert [file.name for file in tmp_path.iterdir()] == ["table.json"]
+
+
+def test_records_name_what_applies_to_their_kind_and_hold_medians(tmp_path: Path) -> None:
+    write_table(REPEATED, tmp_path / "table.json")
+    points = json.loads((tmp_path / "table.json").read_text())["points"]
+    repeats = {"ms": 2.0, "repeats_ms": [1.0, 3.0, 2.0]}
+    assert points["decode"][0] == {"batch_size": 1, "context_tokens": 250, "sms": None} | repeats
+    assert points["prefill"][0] == {"tokens": 64, "cached_tokens": 0, "sms": None} | repeats
+    assert points["mixed"][0] == {"tokens": 64, "batch_size": 16, "context_tokens": 1000} | repeats
+    lanes = {"decode_ms": 2.0, "prefill_ms": 20.0}
+    lanes |= {"decode_repeats_ms": [1.0, 3.0, 2.0], "prefill_repeats_ms": [20.0] * 3}
+    assert points["split"][0] == {"decode_sms": 16, "batch_size": 64, "context_tokens": 1000, "tokens": 2048} | lanes
 
 
 def test_files_that_cannot_be_written_or_read(tmp_path: Path) -> None:
@@ -122,7 +144,7 @@ def test_an_edit_is_detected(path: Path, edit: Change) -> None:
                 (("prefill", "cached_tokens"), (-1,)),
                 (("split", "decode_sms"), (None,)),
                 (("mixed", "ms"), (0.0, -1.0, True, "1")),
-                (("prefill", "repeats_ms"), ([1.0, 0.0],)),
+                (("prefill", "repeats_ms"), ([1.0, 0.0], [])),
                 (("split", "prefill_ms"), (0.0,)),
                 (("split", "decode_repeats_ms"), ([-1.0],)),
             )
@@ -139,9 +161,9 @@ def test_bad_content_with_a_fitting_checksum(path: Path, edit: Change, message: 
 
 
 @pytest.mark.parametrize("ms", [math.nan, math.inf, 0.0])
-def test_no_point_is_made_of_a_bad_time(ms: float) -> None:
-    with pytest.raises(ValueError, match="validation error for DecodePoint"):
-        DecodePoint(1, 1, None, 1.0, (ms,))
+def test_no_table_is_made_of_a_bad_time(ms: float) -> None:
+    with pytest.raises(ValueError, match="validation error for PerfTable"):
+        PerfTable(H200_KEY, {ProfilePoint("decode", None, 1, 1): [(ms,)]}, {})
 
 
 def test_a_table_of_these_conditions_matches() -> None:

@@ -11,19 +11,15 @@ from bullet_graph.errors import ConfigError
 from bullet_graph.hardware import H200 as H200_SPEC
 from bullet_graph.perf.performance import attention_pairs
 from bullet_graph.perf.profile_plan import (
-    KINDS,
     MIN_INTERVALS,
     WARM_S,
-    Measured,
     ProfileLimits,
     ProfilePlan,
-    ProfilePoint,
     burst_seconds,
-    from_points,
     plan_profile,
-    to_points,
 )
 from bullet_graph.perf.roofline import Roofline
+from bullet_graph.perf.table import KINDS, ProfilePoint
 
 NUM_SMS = 132
 DECODE_SMS = (16, 24, 32, 48, 64, 80, 96)
@@ -160,15 +156,3 @@ def test_limits(point: ProfilePoint, allowed: bool) -> None:
 def test_a_plan_that_cannot_be(limits: ProfileLimits, budget_s: float, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         plan(limits=limits, budget_s=budget_s)
-
-
-def test_a_record_survives_the_way_through_a_table() -> None:
-    points = plan().points
-    measured: Measured = {
-        point: [(1.0 + number, 20.0)[: 2 if point.kind == "split" else 1] for number in range(3)]
-        for point in points[::2]
-    }
-    table_points = to_points(measured, points)
-    assert {point: repeats for point, (_, repeats) in from_points(table_points).items()} == measured
-    assert all(point.ms == 2.0 for point in table_points.decode)
-    assert all((point.decode_ms, point.prefill_ms) == (2.0, 20.0) for point in table_points.split)

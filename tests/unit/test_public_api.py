@@ -60,8 +60,6 @@ def test_names_that_vllm_users_know() -> None:
     assert set(sampling.split()) <= set(parameters(SamplingParams))
 
 
-def test_the_former_name_of_the_policies_class_still_works() -> None:
-    with pytest.warns(DeprecationWarning, match="Arm is now called Policy"):
-        assert bullet_graph.Arm is bullet_graph.Policy
+def test_an_unknown_name() -> None:
     with pytest.raises(AttributeError, match="nonesuch"):
         _ = bullet_graph.nonesuch

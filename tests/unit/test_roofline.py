@@ -17,7 +17,6 @@ from bullet_graph.models.presets import PRESETS
 from bullet_graph.models.sharding import shard
 from bullet_graph.perf.bandwidth import measure_copy_gb_per_s
 from bullet_graph.perf.performance import PerformanceModel, attention_pairs
-from bullet_graph.perf.profile_plan import from_points
 from bullet_graph.perf.roofline import (
     Roofline,
     decode_step_bytes,
@@ -27,7 +26,7 @@ from bullet_graph.perf.roofline import (
     touched_experts,
     wave_efficiency,
 )
-from bullet_graph.perf.table import list_tables, read_table
+from bullet_graph.perf.table import list_tables, median_ms, read_table
 
 SMALL = PRESETS["qwen3-0.6b"]
 COUNTED = replace(
@@ -189,10 +188,10 @@ def test_errors_on_the_points_of_measured_tables(name: str) -> None:
     table = read_table(next(path for path in list_tables() if path.name == f"{name}_bfloat16.json"))
     roofline = Roofline(gpu_spec(table.key.gpu, table.key.num_sms), PRESETS[table.key.model])
     errors: dict[str, list[float]] = {}
-    for point, (measured_ms, _) in from_points(table.points).items():
+    for point, repeats in table.points.items():
         predicted_ms, _ = point.predicted(roofline)
         kind = point.kind if point.kind == "split" or point.sms is None else "part"
-        errors.setdefault(kind, []).append(abs(predicted_ms[0] / measured_ms[0] - 1))
+        errors.setdefault(kind, []).append(abs(predicted_ms[0] / median_ms(repeats)[0] - 1))
     medians = {kind: statistics.median(of_kind) for kind, of_kind in errors.items()}
     assert max(medians["decode"], medians["prefill"], medians["mixed"]) < 0.07
     assert max(medians["part"], medians["split"]) < 0.2

@@ -17,7 +17,7 @@ from traces import launch as launched
 from bullet_graph.engine.in_flight import Launch
 from bullet_graph.engine.output import CompletionOutput, FinishReason, RequestOutput
 from bullet_graph.engine.trace import DecisionTrace
-from bullet_graph.errors import ConfigError, TraceError
+from bullet_graph.errors import TraceError
 from bullet_graph.partition.masks import SmPartition
 from bullet_graph.perf.explain import summarize_trace
 from bullet_graph.perf.metrics import RequestMetrics
@@ -161,17 +161,6 @@ def test_nothing_to_decode_no_targets_and_any_request_id(path: Path) -> None:
     assert read.notes == ("launches that were never seen to end, and are left out: 1",)
     assert (read.requests[0].ttft_ms, read.requests[0].tpot_ms) == (None, None)
     assert (read.requests[0].ttft_limit_ms, read.requests[0].tpot_limit_ms) == (None, None)
-
-
-def test_a_file_is_overwritten_only_when_asked_and_never_in_a_missing_folder(path: Path) -> None:
-    path.write_text("precious\n" * 1000, encoding="utf-8")
-    with pytest.raises(ConfigError, match=r"decisions\.jsonl exists: allow overwriting"):
-        begin(path)
-    assert path.read_text(encoding="utf-8").startswith("precious")
-    begin(path, overwrite=True).close()
-    assert [line["type"] for line in lines(path)] == ["header"]
-    with pytest.raises(ConfigError, match=r"cannot be made .*No such file"):
-        begin(path.parent / "no" / "decisions.jsonl")
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")

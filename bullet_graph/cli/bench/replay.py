@@ -24,7 +24,7 @@ from bullet_graph.cli.replay_options import (
     trace_option,
 )
 from bullet_graph.cli.result_file import Output, require_extra
-from bullet_graph.cli.tables import ReplayRun, counters, emit_replays, print_replays
+from bullet_graph.cli.tables import COUNTERS, ReplayRun, counters, emit_replays, print_replays
 from bullet_graph.config import EngineConfig, Policy
 from bullet_graph.engine.engine import Engine
 from bullet_graph.engine.replay import Replay, TimedRequest, event_loop_factory, replay, replay_async, timed_requests
@@ -42,10 +42,8 @@ _WARMUP_REQUESTS = 4
 _WARMUP_GAP_S = 0.02
 """Between warm-up requests, so that some arrive while others decode: this runs other kernels than all at once."""
 
-_COUNTERS = ("num_steps", "num_preemptions", "prefix_cache_queries", "prefix_cache_hits")
-
 _ENGINE_FIELDS = (
-    "policy", "policy_shares", *_COUNTERS, "kv_blocks_peak", "kv_blocks_total", "device",
+    "policy", "policy_shares", *COUNTERS, "kv_blocks_peak", "kv_blocks_total", "device",
     "energy_joules", "joules_per_output_token", "joules_per_token", "load_format", "dtype", "engine", "provenance",
     "partitions", "start", "compiles", "cache_use",
 )  # fmt: skip
@@ -103,7 +101,7 @@ def server_client(server: Any, runner: asyncio.Runner, vocab_size: int) -> Clien
         joules = None if after["energy_joules"] is None else after["energy_joules"] - before["energy_joules"]
         own = {
             "policy_shares": {policy: s / sum(seconds.values()) for policy, s in seconds.items() if s},
-            **{name: after[name] - before[name] for name in _COUNTERS},
+            **{name: after[name] - before[name] for name in COUNTERS},
         }
         return replayed, joules, own
 

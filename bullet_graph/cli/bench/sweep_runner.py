@@ -188,10 +188,9 @@ def _require_same(path: Path, found: Sweep, settings: Mapping[str, Any]) -> None
         raise ConfigError(f"{path} holds this sweep, and it is finished")
 
 
-def _as_json(fields: Mapping[str, Any]) -> dict[str, Any]:
+def _as_json(fields: Mapping[str, Any]) -> Any:
     """The same values as a file returns them: a tuple becomes a list."""
-    parsed: dict[str, Any] = json.loads(json.dumps(fields, allow_nan=False))
-    return parsed
+    return json.loads(json.dumps(fields, allow_nan=False))
 
 
 # ---- the cells ----
