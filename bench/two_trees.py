@@ -189,7 +189,7 @@ def main(
     if len(trees) != 2:
         raise click.UsageError("--tree is given twice, each as NAME=FOLDER")
     from bullet_graph.cli.result_file import command_line  # noqa: PLC0415
-    from bullet_graph.perf.energy import DeviceMonitor  # noqa: PLC0415
+    from bullet_graph.perf.energy import DeviceMonitor, NvmlProbe  # noqa: PLC0415
 
     began_s = time.perf_counter()
     settings = {"model": model, "policy": policy, "max_num_seqs": 1024, "kv_cache_bytes": kv_gib << 30}
@@ -207,7 +207,7 @@ def main(
 
     def measure(number: int, name: str, order: Sequence[Worker]) -> None:
         for one in order:
-            with DeviceMonitor.for_gpu(uuid or "") as monitor:
+            with DeviceMonitor(NvmlProbe.open(uuid or "")) as monitor:
                 figures = one.ask(tasks[name])
             device = monitor.report
             mean = {k: r.mean for k in ("sm_clock_mhz", "power_w") if (r := getattr(device, k)) is not None}

@@ -19,7 +19,7 @@ from bullet_graph.kernels.flashinfer_attention import PagedBatch
 from bullet_graph.kernels.memory import KVCache
 from bullet_graph.models.config import ModelConfig
 from bullet_graph.models.presets import PRESETS
-from bullet_graph.perf.energy import DeviceMonitor, DeviceReport
+from bullet_graph.perf.energy import DeviceMonitor, DeviceReport, open_probe
 from bullet_graph.perf.table import ProfilePoint
 from bullet_graph.runtime.bursts import Workbench, open_workbench
 from bullet_graph.runtime.profile import prepare_profile
@@ -196,7 +196,7 @@ def sustained_ms(run: Run, seconds: float) -> tuple[float, DeviceReport]:
 
 def watch_gpu() -> DeviceMonitor:
     """Clock, power and energy of the GPU."""
-    return DeviceMonitor.for_gpu(str(torch.cuda.get_device_properties(0).uuid))
+    return DeviceMonitor(open_probe(DEVICE))
 
 
 def device_text(report: DeviceReport) -> str:

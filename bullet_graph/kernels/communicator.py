@@ -91,12 +91,15 @@ class GroupCommunicator(Communicator):
         self.all_reduce(torch.zeros(1, device=device))
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        _wait(self._group.allreduce([x], self._reduce))
+        # NCCL, on the current stream, gives nothing to wait for.
+        if (work := self._group.allreduce([x], self._reduce)) is not None:
+            work.wait()
         return x
 
     def all_gather(self, x: Tensor) -> Tensor:
         out = x.new_empty(self.num_ranks, *x.shape)
-        _wait(self._group._allgather_base(out.flatten(0, 1), x, self._gather))
+        if (work := self._group._allgather_base(out.flatten(0, 1), x, self._gather)) is not None:
+            work.wait()
         return out
 
     def abort(self) -> None:
@@ -112,12 +115,6 @@ class GroupCommunicator(Communicator):
         self.abort()
         if self._ending is not None:
             self._ending.join(_CLOSE_S)
-
-
-def _wait(work: Any) -> None:
-    """Wait for a collective of the CPU; NCCL, on the current stream, gives nothing to wait for."""
-    if work is not None:
-        work.wait()
 
 
 class OrderedCommunicator(Communicator):

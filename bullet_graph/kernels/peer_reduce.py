@@ -7,7 +7,8 @@ alone, so any number of SMs will do, and a launch keeps to those of its lane.
 """
 
 import weakref
-from contextlib import ExitStack, suppress
+from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -86,28 +87,23 @@ class PeerCommunicator(Communicator):
 
     def __init__(self, inner: Communicator, store: Any, device: torch.device) -> None:
         super().__init__(inner.rank, inner.num_ranks)
-        self._inner = inner
-        self._driver = CudaDriver()
-        undo, size = ExitStack(), memory_bytes(self.num_ranks)
+        self._inner, self._driver = inner, CudaDriver()
+        call, size = self._driver.call, memory_bytes(self.num_ranks)
         with torch.cuda.device(device):
-            self._own = int(self._driver.call("cuMemAlloc", size))
-            self._context = self._driver.call("cuCtxGetCurrent")
-            undo.callback(_release, self._driver, self._context, "cuMemFree", self._own)
-            self._driver.call("cuMemsetD8", self._own, 0, size)
+            self._own = int(call("cuMemAlloc", size))
+            self._context = call("cuCtxGetCurrent")
+            bases: dict[int, int] = {}
+            self._free = weakref.finalize(self, _free, self._driver, self._context, self._own, bases)
+            call("cuMemsetD8", self._own, 0, size)
             torch.cuda.synchronize(device)
-            store.set(f"memory {self.rank}", bytes(self._driver.call("cuIpcGetMemHandle", self._own).reserved))
-            bases = []
-            for rank in range(self.num_ranks):
-                if rank == self.rank:
-                    bases.append(self._own)
-                    continue
+            store.set(f"memory {self.rank}", bytes(call("cuIpcGetMemHandle", self._own).reserved))
+            for rank in set(range(self.num_ranks)) - {self.rank}:
                 handle = self._driver.api.CUipcMemHandle()
                 handle.reserved = store.get(f"memory {rank}")
                 flags = self._driver.api.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS.value
-                bases.append(int(self._driver.call("cuIpcOpenMemHandle", handle, flags)))
-                undo.callback(_release, self._driver, self._context, "cuIpcCloseMemHandle", bases[-1])
-            self._bases = torch.tensor(bases, dtype=torch.int64, device=device)
-        self._free = weakref.finalize(self, undo.close)
+                bases[rank] = int(call("cuIpcOpenMemHandle", handle, flags))
+            every = [bases.get(rank, self._own) for rank in range(self.num_ranks)]
+            self._bases = torch.tensor(every, dtype=torch.int64, device=device)
 
     def all_reduce(self, x: Tensor) -> Tensor:
         block = block_size(x)
@@ -147,11 +143,11 @@ def block_size(x: Tensor) -> int | None:
     return block if x.dtype in _DTYPES and x.numel() <= block * MAX_PROGRAMS else None
 
 
-def _release(driver: CudaDriver, context: Any, function: str, address: int) -> None:
+def _free(driver: CudaDriver, context: Any, own: int, others: Mapping[int, int]) -> None:
     # Where the device has failed, or is gone at the end of the process.
     with suppress(PartitionError):
         driver.call("cuCtxPushCurrent", context)
-        try:
-            driver.call(function, address)
-        finally:
-            driver.call("cuCtxPopCurrent")
+        for address in others.values():
+            driver.call("cuIpcCloseMemHandle", address)
+        driver.call("cuMemFree", own)
+        driver.call("cuCtxPopCurrent")

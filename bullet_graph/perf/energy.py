@@ -160,11 +160,6 @@ class DeviceMonitor:
         self._energy_before_mj: int | None = None
         self._report: DeviceReport | None = None
 
-    @classmethod
-    def for_gpu(cls, device_uuid: str | None) -> Self:
-        """Watch the GPU of this UUID where NVML knows it; None watches nothing."""
-        return cls(None if device_uuid is None else NvmlProbe.open(device_uuid))
-
     @property
     def report(self) -> DeviceReport:
         """The aggregated samples; RuntimeError before the ``with`` block has ended."""

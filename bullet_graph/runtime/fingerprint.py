@@ -69,7 +69,14 @@ def machine_components(device: torch.device) -> dict[str, str]:
         "triton": installed_version("triton") or _NONE,
         "code": source_digest(),
     }
-    return components | (_cpu_components() if device.type == "cpu" else _gpu_components(device))
+    if device.type != "cpu":
+        return components | _gpu_components(device)
+    # Inductor writes C++ for this processor's vector instructions and for this many threads.
+    return components | {
+        "host_cpu": f"{host_cpu() or 'unknown'} ({torch.backends.cpu.get_cpu_capability()})",
+        "cpu_threads": str(torch.get_num_threads()),
+        "cxx_compiler": _cxx_compiler(),
+    }
 
 
 def source_digest() -> str:
@@ -98,15 +105,6 @@ def _gpu_components(device: torch.device) -> dict[str, str]:
         # AOTInductor's code around the kernels is C++ for the builder's kind of processor.
         "host_isa": torch.backends.cpu.get_cpu_capability(),
         "flashinfer": installed_version("flashinfer-python") or _NONE,
-    }
-
-
-def _cpu_components() -> dict[str, str]:
-    # Inductor writes C++ for this processor's vector instructions and for this many threads.
-    return {
-        "host_cpu": f"{host_cpu() or 'unknown'} ({torch.backends.cpu.get_cpu_capability()})",
-        "cpu_threads": str(torch.get_num_threads()),
-        "cxx_compiler": _cxx_compiler(),
     }
 
 

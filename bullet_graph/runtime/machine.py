@@ -231,8 +231,7 @@ def _find_several_gpus(count: int) -> SeveralGpus:
     pairs = []
     for one, other in itertools.combinations(range(count), 2):
         has_nvlink = linked_by_nvlink(str(properties[one].uuid), str(properties[other].uuid))
-        both_ways = ((one, other), (other, one))
-        has_access = all(torch.cuda.can_device_access_peer(*way) for way in both_ways)
+        has_access = all(itertools.starmap(torch.cuda.can_device_access_peer, ((one, other), (other, one))))
         pairs.append(GpuPair((one, other), has_nvlink, has_access))
     nccl = ".".join(map(str, torch.cuda.nccl.version())) if torch.distributed.is_nccl_available() else None
     return SeveralGpus(tuple(each.name for each in properties), tuple(pairs), nccl)

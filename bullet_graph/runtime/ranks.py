@@ -5,6 +5,7 @@ replay these calls in order, so all ranks launch each lane's collectives in the 
 by themselves: only failures come back.
 """
 
+import itertools
 import mmap
 import pickle
 import subprocess
@@ -67,7 +68,8 @@ def make_communicators(folder: Path, rank: int, num_ranks: int, device: torch.de
     c10d: Any = torch.distributed
     store = c10d.FileStore(str(folder / "store"), num_ranks)
     first = (device.index or 0) - rank
-    gpus = range(first, first + num_ranks)
+    pairs = itertools.permutations(range(first, first + num_ranks), 2)
+    has_peer_access = device.type == "cuda" and all(itertools.starmap(torch.cuda.can_device_access_peer, pairs))
     made: dict[Any, Communicator] = {}
     for lane in LANES:
         of_lane = c10d.PrefixStore(lane, store)
@@ -75,7 +77,7 @@ def make_communicators(folder: Path, rank: int, num_ranks: int, device: torch.de
         group = GroupCommunicator(of_lane, rank, num_ranks, device)
         if device.type == "cpu":
             made[lane] = OrderedCommunicator(group, lane, marks)
-        elif lane == "decode" and can_read_each_other(gpus):
+        elif lane == "decode" and has_peer_access:
             # Published for Linux only.
             from bullet_graph.kernels.peer_reduce import PeerCommunicator  # noqa: PLC0415
 
@@ -83,11 +85,6 @@ def make_communicators(folder: Path, rank: int, num_ranks: int, device: torch.de
         else:
             made[lane] = group
     return made
-
-
-def can_read_each_other(gpus: Sequence[int]) -> bool:
-    """Whether each of these GPUs can map the memory of all the others."""
-    return all(torch.cuda.can_device_access_peer(a, b) for a in gpus for b in gpus if a != b)
 
 
 class Ranks:

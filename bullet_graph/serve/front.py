@@ -113,7 +113,9 @@ class Replica:
                     async with self._session.get(f"http://engine{path}", timeout=timeout) as answer:
                         return await answer.read() if answer.ok else None
                 except TimeoutError:
-                    self._give_up()
+                    for limit in self._running:
+                        if limit.when() is None:
+                            limit.reschedule(0)
                     raise
         return None
 
@@ -129,11 +131,6 @@ class Replica:
             raise EngineGoneError(f"engine {self.number}: {str(error) or type(error).__name__}") from error
         finally:
             self._running.discard(limit)
-
-    def _give_up(self) -> None:
-        for limit in self._running:
-            if limit.when() is None:
-                limit.reschedule(0)
 
 
 class Front(Forwarder, Drained):

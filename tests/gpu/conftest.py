@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from bullet_graph.perf.energy import DeviceMonitor
+from bullet_graph.perf.energy import DeviceMonitor, open_probe
 from bullet_graph.perf.provenance import collect_provenance
 
 if torch.cuda.is_available():
@@ -40,7 +40,7 @@ class GpuReport:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtestloop(self) -> Iterator[None]:
-        with DeviceMonitor.for_gpu(str(torch.cuda.get_device_properties(0).uuid)) as monitor:
+        with DeviceMonitor(open_probe(torch.device("cuda"))) as monitor:
             outcome = yield
         report = {
             "tests": self.tests,

@@ -111,7 +111,7 @@ def test_a_run_shorter_than_the_interval_is_sampled_once(nvml: FakeNvml) -> None
 def test_monitor_lets_go_of_the_device_when_the_run_fails_and_without_one_reports_none() -> None:
     with pytest.raises(KeyError), DeviceMonitor(NvmlProbe.open("ab"), interval_s=60):
         raise KeyError
-    with DeviceMonitor.for_gpu(None) as monitor:
+    with DeviceMonitor(None) as monitor:
         pass
     assert monitor.report == DeviceReport(
         num_samples=0, sm_clock_mhz=None, power_w=None, temperature_c=None, energy_joules=None

@@ -21,7 +21,7 @@ from bullet_graph.cli.result_file import Output, check_plot_file, write_result_f
 from bullet_graph.cli.tables import print_line, print_table, table_of
 from bullet_graph.config import EngineConfig
 from bullet_graph.errors import BulletGraphError
-from bullet_graph.perf.energy import DeviceMonitor
+from bullet_graph.perf.energy import DeviceMonitor, open_probe
 from bullet_graph.perf.provenance import collect_provenance
 from bullet_graph.perf.start_report import PhaseName, StartPhase, StartReport
 from bullet_graph.runtime.resolve import resolve
@@ -103,7 +103,7 @@ def startup(config: EngineConfig, num_iters_cold: int, num_iters_warm: int, plot
             hot = dataclasses.replace(config, ready="hot")
             kinds.append(StartKind("cached_hot", hot, num_iters_warm, empty_caches=True))
     provenance = dataclasses.asdict(collect_provenance(runtime.device))
-    with DeviceMonitor.for_gpu(provenance["device_uuid"]) as monitor:
+    with DeviceMonitor(open_probe(runtime.device)) as monitor:
         runs = run_starts(kinds, quiet=output.as_json)
     fields: dict[str, Any] = {}
     for kind, of_kind in runs.items():
