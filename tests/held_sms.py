@@ -3,7 +3,6 @@
 import ctypes
 import time
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -46,8 +45,7 @@ def run_sums_beside_held_sms(rank: int, folder: Path) -> None:
     backend, _ = open_backend("smctrl", (WHOLE_GPU, partition), device=rank)
     communicator = make_communicators(folder, rank, 2, device)["decode"]
     driver = CudaDriver()
-    library = driver.call("cuLibraryLoadData", PTX, [], [], 0, [], [], 0)
-    kernel = driver.call("cuLibraryGetKernel", library, b"hold")
+    kernel = driver.call("cuLibraryGetKernel", driver.call("cuLibraryLoadData", PTX, [], [], 0, [], [], 0), b"hold")
     function = driver.api.CUfunction(int(kernel))
     shared_bytes = properties.shared_memory_per_block_optin
     attribute = driver.api.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
@@ -68,9 +66,8 @@ def run_sums_beside_held_sms(rank: int, folder: Path) -> None:
         # Both ranks begin at the same time.
         communicator.all_reduce(x)
         torch.cuda.synchronize()
-        values: Any = ((HELD_MS * 1_000_000,), (ctypes.c_uint64,))
-        num_blocks = len(backend.expected_sms(held, partition))
-        driver.call("cuLaunchKernel", function, num_blocks, 1, 1, 32, 1, 1, shared_bytes, blocker, values, 0)
+        grid, hold_ns = (len(backend.expected_sms(held, partition)), 1, 1), ((HELD_MS * 10**6,), (ctypes.c_uint64,))
+        driver.call("cuLaunchKernel", function, *grid, *(32, 1, 1), shared_bytes, blocker, hold_ns, 0)
         time.sleep(0.01)
         done = torch.cuda.Event()
         with torch.cuda.stream(lane):

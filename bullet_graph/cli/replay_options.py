@@ -81,7 +81,7 @@ trace_option = click.option(
     required=True,
     metavar="FILE|NAME",
     help="A trace file (Azure CSV, ShareGPT JSON, Mooncake JSONL), or azure:conv, azure:code, synthetic:conv, "
-    "synthetic:code, synthetic:longdoc, synthetic:chat.",
+    "synthetic:code, synthetic:longdoc, synthetic:sharegpt, synthetic:arxiv, synthetic:chat.",
 )
 gpu_option = click.option(
     "--gpu",

@@ -110,6 +110,9 @@ class Replay:
             tpot=summarize_ms(m.tpot_ms for m in metrics),
             itl=summarize_ms(gap for m in metrics for gap in m.itl_ms),
             e2el=summarize_ms(m.e2e_ms for m in metrics),
+            normalized_latency=summarize_ms(
+                r.metrics.e2e_ms / r.output_tokens for r in counted if r.metrics.e2e_ms and r.output_tokens
+            ),
             input_lens=tuple(r.input_tokens for r in self.served),
             output_lens=tuple(r.output_tokens for r in self.served),
             ttfts=tuple((r.metrics.ttft_ms or 0.0) / 1e3 for r in self.served),

@@ -10,7 +10,7 @@ import numpy as np
 
 from bullet_graph.slo import NO_TARGETS, Slo
 
-_LATENCIES = ("ttft", "tpot", "itl", "e2el")
+_LATENCIES = ("ttft", "tpot", "itl", "e2el", "normalized_latency")
 _OF_EACH_REQUEST = ("input_lens", "output_lens", "ttfts", "itls", "start_times", "errors")
 _LABELS = {"mean": "mean", "median": "p50", "std": "std", "p90": "p90", "p99": "p99", "max": "max"}
 
@@ -173,6 +173,7 @@ class ReplayResult:
         queue_growth: of a run at a rate, else None.
         ttft: from arrival, or from when ``max_concurrency`` let the request in.
         itl: all gaps between tokens, of all requests together.
+        normalized_latency: end-to-end latency over output tokens (Yu et al., "Orca", OSDI 2022).
         errors: why a request failed, which then has no output and a TTFT of 0; empty for the others.
     """
 
@@ -201,6 +202,7 @@ class ReplayResult:
     tpot: PercentileSummary | None
     itl: PercentileSummary | None
     e2el: PercentileSummary | None
+    normalized_latency: PercentileSummary | None
     # Of each request, in the order of the workload; times in seconds on the client's clock.
     input_lens: tuple[int, ...]
     output_lens: tuple[int, ...]

@@ -1,7 +1,7 @@
 """Synthetic workloads: ``conv`` and ``code`` follow the lengths of the Azure traces, ``longdoc`` is long documents.
 
-``chat`` is conversations with shared system prompts. Request i depends on the seed and i alone, so a longer workload
-begins with the shorter one.
+``sharegpt`` and ``arxiv`` have published lengths of chats and of summaries of papers. ``chat`` is conversations with
+shared system prompts. Request i depends on the seed and i alone, so a longer workload begins with the shorter one.
 """
 
 import itertools
@@ -16,7 +16,7 @@ import numpy.typing as npt
 from bullet_graph.errors import WorkloadError
 from bullet_graph.workloads.workload import TurnBefore, Workload, WorkloadRequest
 
-SYNTHETIC_NAMES = ("conv", "code", "longdoc", "chat")
+SYNTHETIC_NAMES = ("conv", "code", "longdoc", "sharegpt", "arxiv", "chat")
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,13 +36,15 @@ class LogNormal:
 
     def tokens_at(self, normals: npt.NDArray[np.float64]) -> npt.NDArray[np.int64]:
         """The same as lengths of at least 1 token, int64."""
-        return np.maximum(_round(self.at(normals)), 1)
+        return np.maximum(np.rint(self.at(normals)).astype(np.int64), 1)
 
 
-_LONGDOC_PROMPT = LogNormal(5800, 7000, 32_000)
-_LONGDOC_OUTPUT = LogNormal(150, 200, 2000)
-
-# bench/README.md says where these numbers come from.
+# bench/README.md says where these numbers come from. Of prompts and of outputs:
+_LENGTHS = {
+    "longdoc": (LogNormal(5800, 7000, 32_000), LogNormal(150, 200, 2000)),
+    "sharegpt": (LogNormal(1730, 2666, 7000), LogNormal(415, 481, 1000)),
+    "arxiv": (LogNormal(7059, 7904, 15_000), LogNormal(208, 230, 1000)),
+}
 _CHAT_SYSTEM_PROMPTS = 20
 _CHAT_SYSTEM = LogNormal(800, 1000, 4000)
 _CHAT_MEAN_TURNS = 3.5
@@ -78,14 +80,13 @@ class LengthTables:
         for index, output_tokens in enumerate(self.output_tokens):
             rows = share == index
             log_lengths[rows, 1] = np.interp(output_at[rows], self.probabilities, np.log(output_tokens))
-        return _round(np.exp(log_lengths))
+        return np.rint(np.exp(log_lengths)).astype(np.int64)
 
 
 def synthetic_workload(name: str, num_requests: int, seed: int = 0) -> Workload:
     """Generate a workload of ``SYNTHETIC_NAMES``: its requests have lengths but neither prompts nor arrival times.
 
-    ``longdoc`` has lognormal lengths: prompts of mean 7,000 tokens (at most 32,000) and outputs of mean 200 (at most
-    2,000). Of ``chat``, the last conversation may lack its last turns.
+    Of ``chat``, the last conversation may lack its last turns.
 
     Raises WorkloadError for an unknown name, no request, or a negative seed.
     """
@@ -104,9 +105,9 @@ def synthetic_workload(name: str, num_requests: int, seed: int = 0) -> Workload:
         system_tokens = _CHAT_SYSTEM.tokens_at(generator.standard_normal(_CHAT_SYSTEM_PROMPTS)).tolist()
         conversations = _conversations(seed, system_tokens)
         return Workload(f"synthetic:{name}", tuple(itertools.islice(conversations, num_requests)))
-    if name == "longdoc":
-        prompts, outputs = generator.standard_normal((num_requests, 2)).T
-        lengths = np.stack([_LONGDOC_PROMPT.tokens_at(prompts), _LONGDOC_OUTPUT.tokens_at(outputs)], axis=1)
+    if name in _LENGTHS:
+        normals = generator.standard_normal((num_requests, 2)).T
+        lengths = np.stack([of.tokens_at(each) for of, each in zip(_LENGTHS[name], normals, strict=True)], axis=1)
     else:
         data = resources.files(__package__) / "data" / "azure_lengths.json"
         tables = LengthTables(**json.loads(data.read_text(encoding="utf-8"))[name])
@@ -134,7 +135,3 @@ def _conversations(seed: int, system_tokens: Sequence[int]) -> Iterator[Workload
             prompt_tokens += answer
             before, pieces = TurnBefore(index, prompt_tokens, float(think_s)), ((), 0)
             index += 1
-
-
-def _round(lengths: npt.NDArray[np.float64]) -> npt.NDArray[np.int64]:
-    return np.rint(lengths).astype(np.int64)
