@@ -1,9 +1,10 @@
-"""Run a list of measurements, one job per GPU at a time, and continue where it stopped.
+"""Run a list of measurements, one job per GPU, or group of GPUs, at a time, and continue where it stopped.
 
     python -m bench.campaign bench/campaigns/h200.toml --results bench/results/h200 --time-limit-s 540
 
-A campaign is a TOML file of jobs; the commands of a job run in order on one GPU. `{results}` in them stands for the
-results' folder. Commands that succeeded are listed in `campaign.json` there and not run again. At the time limit
+A campaign is a TOML file of jobs; the commands of a job run in order on one GPU, or on a group such as 0+1.
+`{results}` in them stands for the results' folder. Commands that succeeded are listed in `campaign.json` there and not
+run again. At the time limit
 commands are interrupted; those whose files can be continued lose nothing. With fewer GPUs than jobs, jobs wait.
 """
 
@@ -34,7 +35,7 @@ _GRACE_S = 20.0
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """Commands for one GPU, in order; a failure ends the job."""
+    """Commands for one GPU or group, in order; a failure ends the job."""
 
     name: str
     commands: tuple[str, ...]
@@ -70,22 +71,22 @@ def read_campaign(path: Path) -> tuple[Job, ...]:
 
 
 class Campaign:
-    """Runs jobs, each on a GPU of its own.
+    """Runs jobs, each on a GPU or group of its own.
 
     Args:
-        gpus: indices of the GPUs; None is the CPU, one job at a time.
+        gpus: indices of the GPUs of each group, joined by commas; None is the CPU, one job at a time.
         results: the folder for results, each command's log, and the list of what is done.
         time_limit_s: running commands are interrupted then, and none begins.
     """
 
-    def __init__(self, jobs: Sequence[Job], gpus: Sequence[int | None], results: Path, *, time_limit_s: float) -> None:
+    def __init__(self, jobs: Sequence[Job], gpus: Sequence[str | None], results: Path, *, time_limit_s: float) -> None:
         self._jobs = jobs
         self._results = results
         self._deadline_s = time.monotonic() + time_limit_s
         self._notes = results / "campaign.json"
         self._done: set[str] = set(json.loads(self._notes.read_text("utf-8"))) if self._notes.exists() else set()
         self._lock = threading.Lock()
-        self._free: queue.SimpleQueue[int | None] = queue.SimpleQueue()
+        self._free: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         for gpu in gpus:
             self._free.put(gpu)
 
@@ -117,8 +118,8 @@ class Campaign:
             outcomes[job.name] = told
             self._free.put(gpu)
 
-    def _run_command(self, job: Job, number: int, command: str, gpu: int | None) -> Outcome:
-        environment = os.environ | ({} if gpu is None else {"CUDA_VISIBLE_DEVICES": str(gpu)})
+    def _run_command(self, job: Job, number: int, command: str, gpu: str | None) -> Outcome:
+        environment = os.environ | ({} if gpu is None else {"CUDA_VISIBLE_DEVICES": gpu})
         words = [sys.executable if word == "python" else word for word in shlex.split(command)]
         start_s = time.monotonic()
         with (self._results / f"{job.name}-{number}.log").open("ab") as log:
@@ -152,7 +153,7 @@ class Campaign:
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("campaign", type=click.Path(path_type=Path, exists=True, dir_okay=False))
 @click.option("--results", type=click.Path(path_type=Path, file_okay=False), required=True)
-@click.option("--gpus", default="0", show_default=True, help="Indices of GPUs, such as 0,1,2; cpu for none.")
+@click.option("--gpus", default="0", show_default=True, help="Such as 0,1,2, or groups: 0+1,2+3; cpu for none.")
 @click.option("--only", default="", metavar="NAME,…", help="Run these jobs alone.")
 @click.option("--time-limit-s", type=click.FloatRange(min=0), default=float("inf"), help="Stop after this time.")
 def main(campaign: Path, results: Path, gpus: str, only: str, time_limit_s: float) -> None:
@@ -181,11 +182,11 @@ def main(campaign: Path, results: Path, gpus: str, only: str, time_limit_s: floa
     sys.exit(0 if all(outcome.state.startswith("done") for outcome in outcomes) else 1)
 
 
-def _indices(text: str) -> list[int | None]:
-    words = text.split(",")
+def _indices(text: str) -> list[str | None]:
+    words = text.replace("+", ",").split(",")
     if not all(word.isdecimal() for word in words) or len(set(words)) < len(words):
-        raise ConfigError(f"--gpus {text!r}: write indices such as 0,1,2, each once, or cpu")
-    return [int(word) for word in words]
+        raise ConfigError(f"--gpus {text!r}: write indices such as 0,1,2 or 0+1,2+3, each once, or cpu")
+    return [group.replace("+", ",") for group in text.split(",")]
 
 
 if __name__ == "__main__":

@@ -156,20 +156,20 @@ def workload_limit_s(task: Task, sources: Sequence[Source]) -> float | None:
 
 def decode_rows(sources: Sequence[Source]) -> Iterator[Row]:
     """Decode steps of single batches, newest file; the limit is kernels alone, or a copy's bandwidth."""
-    newest: dict[int, tuple[str, Source, dict[str, Any]]] = {}
+    newest: dict[tuple[str, int], tuple[str, Source, dict[str, Any]]] = {}
     for source in sources:
         for one in source.entries:
             if "decode_step_ms" in one and "share_of_copy_percent" in one:
-                size = one["batch_size"]
-                newest[size] = max(newest.get(size, ("", source, one)), (source.date, source, one), key=lambda t: t[0])
-    for size, (_, source, one) in sorted(newest.items()):
+                key = one["model"], one["batch_size"]
+                newest[key] = max(newest.get(key, ("", source, one)), (source.date, source, one), key=lambda t: t[0])
+    for (model, size), (_, source, one) in sorted(newest.items()):
         step_ms = one["decode_step_ms"]["p50"]
         context = one["input_len"] + one["output_len"] // 2
         bare = [1e3 * row["seconds"] for row in bare_rows(sources, source.card, f"decode={size}x{context}")]
         copy_ms = one["decode_step_bytes"] / one["copy_gb_per_s"] / 1e6
         limit_ms, kind = (min(bare), "kernels alone") if bare else (copy_ms, "bytes at a copy's rate")
         yield Row(
-            f"decode step, {one['model']}, batch {size}, context {context:,}",
+            f"decode step, {model}, batch {size}, context {context:,}",
             f"{step_ms:.2f} ms",
             limit=f"{limit_ms:.2f} ms, {kind} ({step_ms / limit_ms:.3f}×)",
             file=source.name,
