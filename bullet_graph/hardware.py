@@ -24,7 +24,7 @@ class GpuSpec:
         captured_layer_ms: host time of a layer that is replayed from piecewise CUDA graphs.
         rank_sum_ms: a sum of one row over ranks.
         link_gb_s: what a rank sends and gets of larger sums, in 10⁹ bytes per second. Measured on two H100s by NVLink
-            (bench/results/h100/collectives.json), and taken for every GPU.
+            (bench/results/h100/collectives.json), and taken for every GPU that has it.
     """
 
     name: str
@@ -54,6 +54,7 @@ GENERIC = GpuSpec(
     attention_tflops=60.0,
     unthrottled=1.2,
     bandwidth_gb_s=800.0,
+    link_gb_s=25.0,
     half_bandwidth_share=0.35,
     layer_overhead_ms=0.01,
     sharing_slowdown=1.3,
@@ -101,7 +102,7 @@ def _by_data_sheet(
 
 H100 = _by_data_sheet("NVIDIA H100 80GB HBM3", 132, 85.017, tflops=989, fp8_tflops=1979, bandwidth_gb_s=3350)
 A100 = _by_data_sheet("NVIDIA A100-SXM4-80GB", 108, 85, tflops=312, fp8_tflops=None, bandwidth_gb_s=2039)
-L40S = _by_data_sheet("NVIDIA L40S", 142, 48, tflops=362, fp8_tflops=733, bandwidth_gb_s=864)
+L40S = replace(_by_data_sheet("NVIDIA L40S", 142, 48, tflops=362, fp8_tflops=733, bandwidth_gb_s=864), link_gb_s=25.0)
 B200 = _by_data_sheet("NVIDIA B200", 148, 180, tflops=2250, fp8_tflops=4500, bandwidth_gb_s=8000)
 
 KNOWN_GPUS: Mapping[str, GpuSpec] = MappingProxyType({gpu.name: gpu for gpu in (H200, H100, B200, A100, L40S, GENERIC)})

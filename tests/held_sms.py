@@ -6,11 +6,12 @@ from pathlib import Path
 
 import torch
 
+from bullet_graph.kernels.communicator import Communicator
 from bullet_graph.kernels.gpu import captured
 from bullet_graph.partition import smctrl
 from bullet_graph.partition.backend import open_backend
 from bullet_graph.partition.driver import CudaDriver
-from bullet_graph.partition.masks import LANES, WHOLE_GPU, partition_of
+from bullet_graph.partition.masks import LANES, WHOLE_GPU, Lane, partition_of
 from bullet_graph.runtime.cuda import lane_stream
 from bullet_graph.runtime.ranks import make_communicators
 
@@ -43,7 +44,9 @@ def run_sums_beside_held_sms(rank: int, folder: Path) -> None:
     properties = torch.cuda.get_device_properties(device)
     partition = partition_of(32, num_sms=properties.multi_processor_count)
     backend, _ = open_backend("smctrl", (WHOLE_GPU, partition), device=rank)
-    communicator = make_communicators(folder, rank, 2, device)["decode"]
+    made: dict[Lane, Communicator] = {}
+    make_communicators(folder, rank, 2, device, made)
+    communicator = made["decode"]
     driver = CudaDriver()
     kernel = driver.call("cuLibraryGetKernel", driver.call("cuLibraryLoadData", PTX, [], [], 0, [], [], 0), b"hold")
     function = driver.api.CUfunction(int(kernel))
@@ -73,18 +76,10 @@ def run_sums_beside_held_sms(rank: int, folder: Path) -> None:
         with torch.cuda.stream(lane):
             graph.replay()
             done.record()
-        finished[held] = _finishes(done)
+        time.sleep(HELD_MS / 2e3)
+        finished[held] = done.query()
         torch.cuda.synchronize()
     del graph
     communicator.close()
     backend.close()
     assert finished == {"decode": False, "prefill": True}, finished
-
-
-def _finishes(event: torch.cuda.Event) -> bool:
-    deadline_s = time.monotonic() + HELD_MS / 2e3
-    while time.monotonic() < deadline_s:
-        if event.query():
-            return True
-        time.sleep(0.001)
-    return False

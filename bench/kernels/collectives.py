@@ -24,7 +24,7 @@ from bench.record import write_report
 from bullet_graph.errors import DeviceError
 from bullet_graph.kernels.communicator import Communicator
 from bullet_graph.partition.backend import open_backend
-from bullet_graph.partition.masks import partition_of
+from bullet_graph.partition.masks import Lane, partition_of
 from bullet_graph.runtime.cuda import lane_stream
 from bullet_graph.runtime.ranks import make_communicators
 
@@ -40,7 +40,8 @@ def measure(rank: int, folder: Path, num_ranks: int, hidden: int, rows: tuple[in
     partitions = {size: partition_of(size, num_sms=num_sms) for size in (None, *sms)}
     backend, why = open_backend("auto", tuple(partitions.values()), device=rank)
     free = torch.cuda.mem_get_info(device)[0]
-    made = make_communicators(folder, rank, num_ranks, device)
+    made: dict[Lane, Communicator] = {}
+    make_communicators(folder, rank, num_ranks, device, made)
     reducers: Mapping[str, Communicator] = {"nccl": made["prefill"], "own": made["decode"]}
     cases: list[dict[str, Any]] = []
     for (size, partition), count in itertools.product(partitions.items(), rows):
@@ -54,6 +55,8 @@ def measure(rank: int, folder: Path, num_ranks: int, hidden: int, rows: tuple[in
     if rank == 0:
         report = {"backend": why, "communicators_bytes": used, "cases": cases}
         (folder / "cases").write_text(json.dumps(report), encoding="utf-8")
+    for communicator in made.values():
+        communicator.close()
     backend.close()
 
 

@@ -39,9 +39,6 @@ class Communicator(ABC):
     def all_gather(self, x: Tensor) -> Tensor:
         """All ranks' tensors of one shape, [num_ranks, *x.shape], in the order of ranks."""
 
-    def note(self, values: Tensor) -> None:  # noqa: B027 - for a communicator that checks
-        """Values that must be equal on all ranks at the next collective."""
-
     def abort(self) -> None:  # noqa: B027 - nothing to end where a broken connection ends a collective
         """End what waits for other ranks; safe in any thread."""
 
@@ -120,19 +117,14 @@ class GroupCommunicator(Communicator):
 class OrderedCommunicator(Communicator):
     """Checks before each collective that all ranks call the same one, on the same lane; RuntimeError if not.
 
-    So it is if values that were noted differ: the tokens that ranks sampled for themselves.
-
     ``marks`` is shared memory of ``num_ranks`` 64-bit integers: each rank's count of collectives, and a checksum of
     the last. One checker serves all lanes of a rank: lanes in another order would wait for each other for ever.
     """
 
     def __init__(self, inner: Communicator, lane: str, marks: "memoryview[int]") -> None:
         super().__init__(inner.rank, inner.num_ranks)
-        self._inner = inner
-        self._lane = lane
-        self._marks = marks
+        self._inner, self._lane, self._marks = inner, lane, marks
         self._aborted = False
-        self._noted = 0
 
     def all_reduce(self, x: Tensor) -> Tensor:
         self._meet("all_reduce", x)
@@ -142,9 +134,6 @@ class OrderedCommunicator(Communicator):
         self._meet("all_gather", x)
         return self._inner.all_gather(x)
 
-    def note(self, values: Tensor) -> None:
-        self._noted = crc32(values.numpy().tobytes())
-
     def abort(self) -> None:
         self._aborted = True
         self._inner.abort()
@@ -153,8 +142,7 @@ class OrderedCommunicator(Communicator):
         """Wait until every rank has come to this collective; no rank gets further, so that one mark each is enough."""
         what = f"{name} of {list(x.shape)} {x.dtype} on the {self._lane} lane"
         number = collectives_begun(self._marks[self.rank]) + 1
-        mark = self._marks[self.rank] = number << 32 | crc32(what.encode(), self._noted)
-        self._noted = 0
+        mark = self._marks[self.rank] = number << 32 | crc32(what.encode())
         for rank in range(self.num_ranks):
             while collectives_begun(other := self._marks[rank]) < number:
                 if self._aborted:
@@ -164,7 +152,7 @@ class OrderedCommunicator(Communicator):
             if other != mark and collectives_begun(other) == number:
                 raise RuntimeError(
                     f"ranks must begin the same collectives in the same order, but number {number} is {what} on rank "
-                    f"{self.rank}, and another one, or after other tokens, on rank {rank}: please report this"
+                    f"{self.rank}, and another one on rank {rank}: please report this"
                 )
 
 

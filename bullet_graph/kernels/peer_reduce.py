@@ -6,12 +6,12 @@ a half again knows by the turn between that all ranks have read it. A program wa
 alone, so any number of SMs will do, and a launch keeps to those of its lane.
 """
 
+import itertools
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -89,7 +89,9 @@ class PeerCommunicator(Communicator):
         super().__init__(inner.rank, inner.num_ranks)
         self._inner, self._driver = inner, CudaDriver()
         call, size = self._driver.call, memory_bytes(self.num_ranks)
+        told = torch.full((MAX_PROGRAMS * self.num_ranks,), ENDED)
         with torch.cuda.device(device):
+            self._ended, self._stream = told.pin_memory(), torch.cuda.Stream(device)
             self._own = int(call("cuMemAlloc", size))
             self._context = call("cuCtxGetCurrent")
             bases: dict[int, int] = {}
@@ -106,7 +108,7 @@ class PeerCommunicator(Communicator):
             self._bases = torch.tensor(every, dtype=torch.int64, device=device)
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        block = block_size(x)
+        block = block_size(x, self.num_ranks)
         if block is None:
             return self._inner.all_reduce(x)
         all_reduce_kernel[(triton.cdiv(x.numel(), block),)](
@@ -118,36 +120,47 @@ class PeerCommunicator(Communicator):
         return self._inner.all_gather(x)
 
     def abort(self) -> None:
-        self._inner.abort()
-        told = np.full(MAX_PROGRAMS * self.num_ranks, ENDED, dtype=np.int64)
-        start = self._own + memory_bytes(self.num_ranks) - told.nbytes
-        # This thread may have no context yet.
+        start = self._own + memory_bytes(self.num_ranks) - self._ended.nbytes
+        # This thread may have no context yet. Other streams wait behind the kernels that this ends.
         self._driver.call("cuCtxPushCurrent", self._context)
-        # A stream of its own: others wait behind the kernels that this ends.
-        stream = self._driver.create_stream()
-        self._driver.call("cuMemcpyHtoDAsync", start, told.ctypes.data, told.nbytes, stream)
-        self._driver.call("cuStreamSynchronize", stream)
-        self._driver.call("cuStreamDestroy", stream)
-        self._driver.call("cuCtxPopCurrent")
+        try:
+            stream = self._stream.cuda_stream
+            self._driver.call("cuMemcpyHtoDAsync", start, self._ended.data_ptr(), self._ended.nbytes, stream)
+            self._driver.call("cuStreamSynchronize", stream)
+        finally:
+            self._driver.call("cuCtxPopCurrent")
+            self._inner.abort()
 
     def close(self) -> None:
         self._inner.close()
         self._free()
 
 
-def block_size(x: Tensor) -> int | None:
-    """Elements of a program that adds up part of a tensor: a few programs if they can be; None: it does not fit."""
+def can_reach(gpus: Sequence[int]) -> bool:
+    """Whether each of these GPUs can map the others' memory, with atomic operations: by NVLink, not by PCIe."""
+    driver = CudaDriver()
+    attribute = driver.api.CUdevice_P2PAttribute.CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED
+    pairs = itertools.permutations(gpus, 2)
+    return all(driver.call("cuDeviceGetP2PAttribute", attribute, *pair) for pair in pairs)
+
+
+def block_size(x: Tensor, num_ranks: int) -> int | None:
+    """Elements of a program that adds up part of a tensor: a few programs if they can be; None: it does not fit.
+
+    Nor does a tensor of which a rank would read more than the memory's half from the others: a ring moves less.
+    """
     block, most = _MIN_BLOCK, BLOCK_BYTES // x.element_size()
     while x.numel() > block * _FEW_PROGRAMS and block < most:
         block *= 2
-    return block if x.dtype in _DTYPES and x.numel() <= block * MAX_PROGRAMS else None
+    return block if x.dtype in _DTYPES and x.numel() * (num_ranks - 1) <= block * MAX_PROGRAMS else None
 
 
 def _free(driver: CudaDriver, context: Any, own: int, others: Mapping[int, int]) -> None:
     # Where the device has failed, or is gone at the end of the process.
     with suppress(PartitionError):
         driver.call("cuCtxPushCurrent", context)
-        for address in others.values():
-            driver.call("cuIpcCloseMemHandle", address)
+        with suppress(PartitionError):
+            for address in others.values():
+                driver.call("cuIpcCloseMemHandle", address)
         driver.call("cuMemFree", own)
         driver.call("cuCtxPopCurrent")

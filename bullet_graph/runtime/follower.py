@@ -16,7 +16,8 @@ import torch
 
 from bullet_graph.captures.store import CaptureStore
 from bullet_graph.config import EngineConfig
-from bullet_graph.kernels.communicator import Communicators
+from bullet_graph.kernels.communicator import Communicator
+from bullet_graph.partition.masks import Lane
 from bullet_graph.runtime.build import Start, build_executor, plan_ledger
 from bullet_graph.runtime.capture_build import build_for_rank
 from bullet_graph.runtime.executor import Executor
@@ -33,7 +34,7 @@ class Follower:
         self._connection = connection
         self._rank = rank
         self._messages: queue.SimpleQueue[Message] = queue.SimpleQueue()
-        self._communicators: Communicators = {}
+        self._communicators: dict[Lane, Communicator] = {}
         # Reads ahead, so that rank 0 waits for no launch here. Rank 0 is at most a few launches ahead.
         threading.Thread(target=self._read, name="bullet-graph-messages", daemon=True).start()
 
@@ -106,7 +107,7 @@ class Follower:
             torch.cuda.set_device(runtime.device)
         self._connection.send(("ready",))
         self._next("connect")
-        self._communicators = make_communicators(folder, self._rank, runtime.model.num_ranks, runtime.device)
+        make_communicators(folder, self._rank, runtime.model.num_ranks, runtime.device, self._communicators)
         return Start(agree=self._agree, communicators=self._communicators)
 
     def _agree(self, ledger: MemoryLedger) -> MemoryLedger:

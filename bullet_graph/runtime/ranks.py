@@ -5,7 +5,6 @@ replay these calls in order, so all ranks launch each lane's collectives in the 
 by themselves: only failures come back.
 """
 
-import itertools
 import mmap
 import pickle
 import subprocess
@@ -23,14 +22,8 @@ import torch
 import torch.distributed
 
 from bullet_graph.errors import BulletGraphError, LateError, RankError
-from bullet_graph.kernels.communicator import (
-    Communicator,
-    Communicators,
-    GroupCommunicator,
-    OrderedCommunicator,
-    collectives_begun,
-)
-from bullet_graph.partition.masks import LANES, SmPartition
+from bullet_graph.kernels.communicator import Communicator, GroupCommunicator, OrderedCommunicator, collectives_begun
+from bullet_graph.partition.masks import LANES, Lane, SmPartition
 from bullet_graph.runtime.executor import Executor
 from bullet_graph.runtime.processes import start_process
 from bullet_graph.runtime.step import Placement, Step, StepResult
@@ -58,33 +51,31 @@ def shared_marks(folder: Path, num_ranks: int) -> "memoryview[int]":
         return memoryview(mmap.mmap(file.fileno(), 8 * num_ranks)).cast("q")
 
 
-def make_communicators(folder: Path, rank: int, num_ranks: int, device: torch.device) -> Communicators:
-    """A rank's communicators, made by all ranks at the same time; ``folder`` is shared by them.
+def make_communicators(
+    folder: Path, rank: int, num_ranks: int, device: torch.device, made: dict[Lane, Communicator]
+) -> None:
+    """Make a rank's communicators, all ranks at the same time, in ``made``; ``folder`` is shared by them.
 
-    On the CPU they check the order of collectives. On GPUs that can read each other's memory, decode sums by itself.
+    On the CPU they check the order of collectives. Where GPUs reach each other's memory, decode sums by itself.
     RuntimeError where another rank does not come.
     """
     marks = shared_marks(folder, num_ranks)
     c10d: Any = torch.distributed
     store = c10d.FileStore(str(folder / "store"), num_ranks)
     first = (device.index or 0) - rank
-    pairs = itertools.permutations(range(first, first + num_ranks), 2)
-    has_peer_access = device.type == "cuda" and all(itertools.starmap(torch.cuda.can_device_access_peer, pairs))
-    made: dict[Any, Communicator] = {}
     for lane in LANES:
         of_lane = c10d.PrefixStore(lane, store)
         of_lane.set_timeout(timedelta(seconds=_RENDEZVOUS_TIMEOUT_S))
-        group = GroupCommunicator(of_lane, rank, num_ranks, device)
+        # At once, so that a failure can end what follows.
+        made[lane] = group = GroupCommunicator(of_lane, rank, num_ranks, device)
         if device.type == "cpu":
             made[lane] = OrderedCommunicator(group, lane, marks)
-        elif lane == "decode" and has_peer_access:
+        elif lane == "decode":
             # Published for Linux only.
-            from bullet_graph.kernels.peer_reduce import PeerCommunicator  # noqa: PLC0415
+            from bullet_graph.kernels import peer_reduce  # noqa: PLC0415
 
-            made[lane] = PeerCommunicator(group, of_lane, device)
-        else:
-            made[lane] = group
-    return made
+            if peer_reduce.can_reach(range(first, first + num_ranks)):
+                made[lane] = peer_reduce.PeerCommunicator(group, of_lane, device)
 
 
 class Ranks:
@@ -96,7 +87,7 @@ class Ranks:
     def __init__(self, num_ranks: int) -> None:
         self.num_ranks = num_ranks
         self.failure: Exception | None = None
-        self.communicators: Communicators = {}
+        self.communicators: dict[Lane, Communicator] = {}
         self._own_folder = tempfile.TemporaryDirectory(prefix="bullet_graph_ranks_")
         self.folder = Path(self._own_folder.name)
         (self.folder / "marks").write_bytes(bytes(8 * num_ranks))
@@ -157,7 +148,8 @@ class Ranks:
         """Make rank 0's communicators, together with the others, once these are ready."""
         self.gather("ready")
         self.send("connect")
-        self.communicators = make_communicators(self.folder, 0, self.num_ranks, device)
+        make_communicators(self.folder, 0, self.num_ranks, device, self.communicators)
+        self.check()
 
     @contextmanager
     def watched(self) -> Iterator[None]:
@@ -176,10 +168,12 @@ class Ranks:
             if self.failure is None:
                 self.failure = failure
             self._changed.notify_all()
-        for process in self._processes:
-            process.kill()
-        for communicator in self.communicators.values():
-            communicator.abort()
+            for process in self._processes:
+                process.kill()
+            for communicator in list(self.communicators.values()):
+                # A device that has failed waits for nobody.
+                with suppress(RuntimeError):
+                    communicator.abort()
 
     def stop(self) -> None:
         """End the other ranks, gently if they follow; a second call does nothing."""
@@ -338,10 +332,12 @@ class RankedExecutor(Executor):
                     return ticket
 
     def wait(self, ticket: int) -> StepResult:
-        # It may be read after a failure, if it is there.
         while self._local.wait_any([ticket], self._local.now() + _CHECK_S) is None:
             self._ranks.check()
-        return self._local.wait(ticket)
+        result = self._local.wait(ticket)
+        # A launch that a failure has ended has wrong sums.
+        self._ranks.check()
+        return result
 
     def now(self) -> float:
         return self._local.now()

@@ -67,6 +67,7 @@ def _started(config: EngineConfig, others: Sequence[Runtime], start: Callable[[R
         finally:
             ranks.fail(RuntimeError("the start has failed"))
             ranks.stop()
+            ranks.close()
 
 
 def agreed(ranks: Ranks, ledger: MemoryLedger) -> MemoryLedger:

@@ -9,7 +9,7 @@ import sys
 import psutil
 import pytest
 import torch
-from gpu_requests import GREEDY, LENGTHS, prompts
+from gpu_requests import GREEDY, LENGTHS, open_engine, prompts
 from noise import Checkpoint, check_against_transformers
 
 from bullet_graph import Engine, PerfTableWarning, SamplingParams
@@ -22,14 +22,7 @@ CUBLAS_WORKSPACE_BYTES = 34 * 2**20
 @pytest.mark.parametrize("policy", ["serial", "mixed", "mixed:64", "split:48", "auto"])
 @pytest.mark.parametrize("cuda_graphs", [True, False])
 def test_tokens_against_transformers(model: Checkpoint, policy: str, cuda_graphs: bool) -> None:
-    with Engine(
-        str(model.folder),
-        policy=policy,
-        max_num_seqs=6,
-        kv_cache_bytes=2**28,
-        cuda_graphs=cuda_graphs,
-        perf_table="roofline",
-    ) as engine:
+    with open_engine(model.folder, policy, cuda_graphs=cuda_graphs) as engine:
         outputs = engine.generate(prompts(), GREEDY, use_tqdm=False)
         assert [len(o.outputs[0].token_ids) for o in outputs] == [GREEDY.max_tokens] * len(LENGTHS)
         assert engine.stats().kv_blocks_used == 0
@@ -39,9 +32,7 @@ def test_tokens_against_transformers(model: Checkpoint, policy: str, cuda_graphs
 @pytest.mark.parametrize("policy", ["serial", "mixed:64", "split:48"])
 def test_scores_of_prompts_against_transformers(model: Checkpoint, policy: str) -> None:
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, prompt_logprobs=2)
-    with Engine(
-        str(model.folder), policy=policy, max_num_seqs=6, kv_cache_bytes=2**28, perf_table="roofline"
-    ) as engine:
+    with open_engine(model.folder, policy) as engine:
         outputs = engine.generate(prompts(), [params, GREEDY] * (len(LENGTHS) // 2), use_tqdm=False)
     errors, noise = [], []
     for output in outputs[2::2]:

@@ -5,7 +5,7 @@ from statistics import median
 
 import numpy as np
 import pytest
-from gpu_requests import GREEDY
+from gpu_requests import GREEDY, open_engine
 from noise import Checkpoint, check_against_transformers
 
 from bullet_graph import Engine, RequestOutput, SamplingParams
@@ -24,14 +24,7 @@ def test_tokens_after_hits(model: Checkpoint, policy: str, cuda_graphs: bool) ->
         for length, own in ((700, 5), (700, 40), (300, 1), (700, 300), (0, 90), (640, 7))
     ]
     outputs: dict[str, RequestOutput] = {}
-    with Engine(
-        str(model.folder),
-        policy=policy,
-        max_num_seqs=6,
-        kv_cache_bytes=2**28,
-        cuda_graphs=cuda_graphs,
-        perf_table="roofline",
-    ) as engine:
+    with open_engine(model.folder, policy, cuda_graphs=cuda_graphs) as engine:
         for turn in range(3):
             for index, prompt in enumerate(prompts):
                 engine.add_request(f"{turn} {index}", prompt, GREEDY)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from engines import run_to_end
-from gpu_requests import GREEDY, prompts
+from gpu_requests import GREEDY, open_engine, prompts
 from held_sms import run_sums_beside_held_sms
 from noise import Checkpoint, check_against_transformers
 from torch.multiprocessing.spawn import spawn
@@ -25,14 +25,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2,
 
 
 def make(model: Checkpoint, policy: str, **settings: object) -> Engine:
-    return Engine(
-        str(model.folder),
-        policy=policy,
-        tensor_parallel_size=2,
-        max_num_seqs=6,
-        kv_cache_bytes=2**28,
-        **{"perf_table": "roofline", **settings},  # type: ignore[arg-type]
-    )
+    return open_engine(model.folder, policy, tensor_parallel_size=2, **settings)
 
 
 @pytest.mark.parametrize("cuda_graphs", [True, False])

@@ -84,9 +84,10 @@ def test_few_programs_that_hold_all() -> None:
     for dtype in (torch.bfloat16, torch.float32):
         most = BLOCK_BYTES // dtype.itemsize
         for size in (1, 1024, 65_536, 65_537, 200_000, most * MAX_PROGRAMS):
-            block = block_size(torch.empty(size, dtype=dtype))
+            block = block_size(torch.empty(size, dtype=dtype), 2)
             assert block is not None
             assert size / MAX_PROGRAMS <= block <= most
             assert block == 1024 or block // 2 * 64 < size
-        assert block_size(torch.empty(most * MAX_PROGRAMS + 1, dtype=dtype)) is None
-    assert block_size(torch.empty(3, dtype=torch.int64)) is None
+        assert block_size(torch.empty(most * MAX_PROGRAMS + 1, dtype=dtype), 2) is None
+        assert block_size(torch.empty(most * MAX_PROGRAMS // 3 + 1, dtype=dtype), 4) is None
+    assert block_size(torch.empty(3, dtype=torch.int64), 2) is None

@@ -103,7 +103,7 @@ def startup(config: EngineConfig, num_iters_cold: int, num_iters_warm: int, plot
             hot = dataclasses.replace(config, ready="hot")
             kinds.append(StartKind("cached_hot", hot, num_iters_warm, empty_caches=True))
     provenance = dataclasses.asdict(collect_provenance(runtime.device))
-    with DeviceMonitor(open_probe(runtime.device)) as monitor:
+    with DeviceMonitor(open_probe(runtime.device, config.tensor_parallel_size)) as monitor:
         runs = run_starts(kinds, quiet=output.as_json)
     fields: dict[str, Any] = {}
     for kind, of_kind in runs.items():

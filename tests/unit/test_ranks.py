@@ -1,0 +1,31 @@
+"""What rank 0 makes of a failure, without other processes."""
+
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+
+from bullet_graph.errors import PartitionError, RankError
+from bullet_graph.runtime.ranks import RankedExecutor, Ranks
+
+
+def test_no_token_of_a_launch_that_a_failure_has_ended() -> None:
+    ranks = Ranks(1)
+
+    def ended(*_: Any) -> int:
+        # The abort lets the launch end, with wrong sums, while it is waited for.
+        ranks.fail(RankError("rank 1 ended"))
+        return 7
+
+    with pytest.raises(RankError, match="rank 1 ended"):
+        RankedExecutor(Mock(now=lambda: 0.0, wait_any=ended), ranks).wait(7)
+    ranks.stop()
+
+
+def test_a_failure_is_told_though_an_abort_fails() -> None:
+    ranks, other = Ranks(1), Mock()
+    ranks.communicators = {"decode": Mock(abort=Mock(side_effect=PartitionError("no context"))), "prefill": other}
+    with pytest.raises(ValueError, match="its own error"):
+        ranks.explain(ValueError("its own error"))
+    other.abort.assert_called_once()
+    ranks.stop()
