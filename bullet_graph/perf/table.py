@@ -315,8 +315,9 @@ def _read_content(content: Any) -> PerfTable:
         for name in [name for name in ("points", "held_back") if name in content]:
             content[name] = _measured(_RECORDS_BY_KIND.model_validate(content[name]))
         return TypeAdapter(PerfTable).validate_python(content)
-    except ValidationError as error:
-        _fail(f"its fields are not those of a table ({first_problem(error)})")
+    except ValueError as error:
+        problem = first_problem(error) if isinstance(error, ValidationError) else error
+        _fail(f"its fields are not those of a table ({problem})")
 
 
 def _fail(problem: str) -> NoReturn:
