@@ -4,8 +4,8 @@
 
 A campaign is a TOML file of jobs; the commands of a job run in order on one GPU, or on a group such as 0+1.
 `{results}` in them stands for the results' folder. Commands that succeeded are listed in `campaign.json` there and not
-run again. At the time limit
-commands are interrupted; those whose files can be continued lose nothing. With fewer GPUs than jobs, jobs wait.
+run again. At the time limit commands are interrupted; those whose files can be continued lose nothing. With fewer GPUs
+than jobs, jobs wait.
 """
 
 import json

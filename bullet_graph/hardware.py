@@ -22,9 +22,9 @@ class GpuSpec:
         sharing_slowdown: how many times slower each lane is beside the other, as both share power and memory.
         eager_layer_ms: host time to launch one layer kernel by kernel, whatever its rows.
         captured_layer_ms: host time of a layer that is replayed from piecewise CUDA graphs.
-        rank_sum_ms: a sum of one row over ranks.
-        link_gb_s: what a rank sends and gets of larger sums, in 10⁹ bytes per second. Measured on two H100s by NVLink
-            (bench/results/h100/collectives.json), and taken for every GPU that has it.
+        rank_sum_ms: time of a sum of one row over ranks.
+        link_gb_s: what a rank sends in larger sums, in 10⁹ bytes per second. The default was measured on two H100s with
+            NVLink (bench/results/h100/collectives.json). GPUs without NVLink have PCIe's.
     """
 
     name: str

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.spawn import spawn
 
-from bench.kernels.harness import DTYPE, GpuCommand, capture, output_option, parse_counts
+from bench.kernels.harness import DTYPE, GpuCommand, capture, output_option, parse_counts, replays_us
 from bench.record import write_report
 from bullet_graph.errors import DeviceError
 from bullet_graph.kernels.communicator import Communicator
@@ -77,16 +77,8 @@ def time_us(reducer: Communicator, x: Tensor, stream: torch.cuda.Stream) -> floa
         for _ in range(_SUMS):
             reducer.all_reduce(x)
 
-    graph = capture(sums, stream)
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(_REPLAYS + 1)]
-    with torch.cuda.stream(stream):
-        events[0].record()
-        for event in events[1:]:
-            graph.replay()
-            event.record()
-    torch.cuda.synchronize()
-    times = [a.elapsed_time(b) for a, b in itertools.pairwise(events)]
-    return round(1e3 * float(statistics.median(times)) / _SUMS, 2)
+    # As many replays on each rank: burst_us takes as many as fill a time.
+    return round(statistics.median(replays_us(capture(sums, stream), stream, _REPLAYS)) / _SUMS, 2)
 
 
 @click.command(cls=GpuCommand)
@@ -101,7 +93,6 @@ def main(ranks: int, hidden: int, rows: tuple[int, ...], sms: tuple[int, ...], o
         raise DeviceError(f"--ranks {ranks} needs a GPU for each, but torch sees {torch.cuda.device_count()}")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        (folder / "marks").write_bytes(bytes(8 * ranks))
         spawn(measure, (folder, ranks, hidden, rows, sms), nprocs=ranks)
         report = json.loads((folder / "cases").read_text(encoding="utf-8"))
     for case in report["cases"]:

@@ -155,19 +155,20 @@ def burst_us(run: Run, stream: torch.cuda.Stream | None = None) -> float:
     """Median time of a captured run over some 12 ms, too short for the power cap to matter."""
     stream = stream or torch.cuda.Stream()
     graph = capture(run, stream)
+    estimate = min(replays_us(graph, stream, 3))
+    return float(np.median(replays_us(graph, stream, max(5, int(_BURST_US / estimate)))))
 
-    def replays_us(count: int) -> list[float]:
-        with torch.cuda.stream(stream):
-            events = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
-            events[0].record()
-            for event in events[1:]:
-                graph.replay()
-                event.record()
-        torch.cuda.synchronize()
-        return [1e3 * a.elapsed_time(b) for a, b in itertools.pairwise(events)]
 
-    estimate = min(replays_us(3))
-    return float(np.median(replays_us(max(5, int(_BURST_US / estimate)))))
+def replays_us(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream, count: int) -> list[float]:
+    """The times of ``count`` replays, one after the other, in µs."""
+    with torch.cuda.stream(stream):
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
+        events[0].record()
+        for event in events[1:]:
+            graph.replay()
+            event.record()
+    torch.cuda.synchronize()
+    return [1e3 * a.elapsed_time(b) for a, b in itertools.pairwise(events)]
 
 
 def sustained_ms(run: Run, seconds: float) -> tuple[float, DeviceReport]:

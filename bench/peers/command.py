@@ -172,11 +172,10 @@ def _compare(
     settings = {name: value for name, value in settings.items() if name not in defaults or value != defaults[name]}
     sweep = Sweep.open(path, settings=settings, provenance=provenance, overwrite=overwrite)
     has_gpu = device == "cuda"
-    gpus = range(setup.tensor_parallel_size)
     memory = partial(
         require_memory,
         share=setup.gpu_memory_utilization,
-        memory=lambda: min(torch.cuda.mem_get_info(gpu) for gpu in gpus),
+        memory=lambda: min(map(torch.cuda.mem_get_info, range(setup.tensor_parallel_size))),
     )
     start = partial(
         open_system,

@@ -100,10 +100,9 @@ def make_setup(cells: Sequence[Cell[Candidate]], options: Mapping[str, Any]) -> 
     return Setup(**given | {"max_model_len": most, "shares_prefixes": shares})
 
 
-OpenProbe = Callable[[], NvmlProbe | None]
-
-
 # ---- running it ----
+
+OpenProbe = Callable[[], NvmlProbe | None]
 
 
 def _peer_client(

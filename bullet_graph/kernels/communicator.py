@@ -43,7 +43,7 @@ class Communicator(ABC):
         """End what waits for other ranks; safe in any thread."""
 
     def close(self) -> None:  # noqa: B027 - the CPU's close with the process group
-        """Wait for this rank's collectives, and let go of the others; graphs that it was captured into are gone."""
+        """Wait for this rank's collectives, then disconnect; call it once no CUDA graph holds any of its kernels."""
 
 
 Communicators = Mapping[Lane, Communicator]

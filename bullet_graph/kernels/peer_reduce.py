@@ -1,9 +1,9 @@
 """Sums over ranks in one launch: each rank reads the others' rows from their memory, through NVLink.
 
-A program shares one block of a tensor in memory that all ranks have mapped, tells the others, waits until they have
-told it, and adds up all ranks' blocks (one-shot all-reduce). Two halves of the memory take turns: a program that writes
-a half again knows by the turn between that all ranks have read it. A program waits for the same program of other ranks
-alone, so any number of SMs will do, and a launch keeps to those of its lane.
+This is a one-shot all-reduce. All ranks have mapped each other's memory. A program copies its block of the tensor
+there, tells the other ranks, and waits for theirs. Then it adds up all ranks' blocks. A program waits only for its twin
+on the other ranks, so any number of SMs will do. The memory has two halves, which take turns. A rank has read a half
+before it tells the turn after, so nobody overwrites a half that is still read.
 """
 
 import itertools
@@ -68,7 +68,8 @@ def all_reduce_kernel(x_ptr, bases_ptr, num_elements, RANK: tl.constexpr, RANKS:
             while tl.atomic_add(told + other, 0, sem="acquire", scope="sys") < turn:
                 pass
     tl.debug_barrier()
-    # Only an end is told under a rank's own number.
+    # A rank never tells itself a turn: only an abort writes here. An ended program keeps its turn, so that no one waits
+    # for a later one.
     if tl.load(told + RANK, volatile=True) < _ENDED:
         total = tl.zeros([BLOCK], dtype=tl.float32)
         for other in tl.static_range(RANKS):
@@ -145,9 +146,9 @@ def can_reach(gpus: Sequence[int]) -> bool:
 
 
 def block_size(x: Tensor, num_ranks: int) -> int | None:
-    """Elements of a program that adds up part of a tensor: a few programs if they can be; None: it does not fit.
+    """Elements of a tensor that one program adds up; None leaves the tensor to NCCL.
 
-    Nor does a tensor of which a rank would read more than the memory's half from the others: a ring moves less.
+    That is so for other dtypes, and where a rank would read more than one half from the others: NCCL's ring moves less.
     """
     block, most = _MIN_BLOCK, BLOCK_BYTES // x.element_size()
     while x.numel() > block * _FEW_PROGRAMS and block < most:

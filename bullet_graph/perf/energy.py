@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 if TYPE_CHECKING:
     import torch
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 
 SAMPLING_INTERVAL_S = 0.1
 
@@ -114,7 +114,7 @@ def linked_by_nvlink(one_uuid: str, other_uuid: str) -> bool | None:
     return _asked(ask)
 
 
-def _asked(ask: Callable[[Any], T]) -> T | None:
+def _asked(ask: Callable[[Any], _T]) -> _T | None:
     """What NVML answers; None where it is missing or has no answer."""
     nvml = _open_nvml()
     if nvml is None:

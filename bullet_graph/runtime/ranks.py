@@ -59,7 +59,6 @@ def make_communicators(
     On the CPU they check the order of collectives. Where GPUs reach each other's memory, decode sums by itself.
     RuntimeError where another rank does not come.
     """
-    marks = shared_marks(folder, num_ranks)
     c10d: Any = torch.distributed
     store = c10d.FileStore(str(folder / "store"), num_ranks)
     first = (device.index or 0) - rank
@@ -69,7 +68,7 @@ def make_communicators(
         # At once, so that a failure can end what follows.
         made[lane] = group = GroupCommunicator(of_lane, rank, num_ranks, device)
         if device.type == "cpu":
-            made[lane] = OrderedCommunicator(group, lane, marks)
+            made[lane] = OrderedCommunicator(group, lane, shared_marks(folder, num_ranks))
         elif lane == "decode":
             # Published for Linux only.
             from bullet_graph.kernels import peer_reduce  # noqa: PLC0415

@@ -33,7 +33,6 @@ def test_tokens_against_transformers(model: Checkpoint, cuda_graphs: bool) -> No
     with make(model, "auto", cuda_graphs=cuda_graphs, decode_sms=(48,)) as engine:
         for policy in ("auto", "split:48", "mixed:64", "serial"):
             engine.set_policy(policy)
-            engine.reset_prefix_cache()
             for _ in range(2):
                 outputs = engine.generate(prompts(), GREEDY, use_tqdm=False)
                 check_against_transformers(outputs, model)
@@ -105,7 +104,6 @@ def test_ranks_that_are_late_at_random(model: Checkpoint, request: pytest.Fixtur
 
 def test_sums_run_on_their_lanes_sms(tmp_path: Path) -> None:
     """While other kernels hold a lane's SMs, its sums wait; while they hold all others, its sums run."""
-    (tmp_path / "marks").write_bytes(bytes(16))
     spawn(run_sums_beside_held_sms, (tmp_path,), nprocs=2)
 
 
