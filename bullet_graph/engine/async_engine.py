@@ -1,6 +1,7 @@
 """The engine for asyncio: each request is an async generator."""
 
 import asyncio
+import atexit
 import itertools
 import queue
 import threading
@@ -21,6 +22,8 @@ from bullet_graph.slo import NO_TARGETS, Slo
 
 _Item = RequestOutput | Exception | None
 """None: the request was aborted."""
+_EXIT_S = 10.0
+"""A program that ends waits this long for the engine's thread."""
 
 
 class _OutputStream:
@@ -82,6 +85,8 @@ class AsyncEngine:
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="bullet-graph-engine", daemon=True)
         self._thread.start()
+        # A daemon thread inside torch would abort the program at its end.
+        atexit.register(self._end)
 
     __signature__ = Engine.__signature__
 
@@ -231,6 +236,9 @@ class AsyncEngine:
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
+    def _end(self) -> None:
+        self.shutdown(_EXIT_S)
+
     async def __aenter__(self) -> "AsyncEngine":
         return self
 
@@ -258,6 +266,7 @@ class AsyncEngine:
             try:
                 self.engine.shutdown()
             finally:
+                atexit.unregister(self._end)
                 # Requests that came while the engine stopped are refused.
                 while not self._commands.empty():
                     if (command := self._commands.get()) is not None:

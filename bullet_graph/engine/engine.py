@@ -1,5 +1,6 @@
 """The engine: takes requests, steps the loop, and owns the executor."""
 
+import atexit
 import dataclasses
 import inspect
 import itertools
@@ -122,6 +123,9 @@ class Engine:
             # The same here.
             built.executor.shutdown()
             raise
+        if config.tensor_parallel_size > 1:
+            # Threads of collectives, which wait for the others, would abort the program at its end.
+            atexit.register(self.shutdown)
         start.ready()
 
     __signature__ = with_settings(inspect.signature(__init__))
@@ -413,6 +417,7 @@ class Engine:
         # After a fork, the device and the threads are the parent's.
         if executor is None or os.getpid() != self._pid:
             return
+        atexit.unregister(self.shutdown)
         trace, self._trace = self._trace, None
         self._core.close()
         executor.shutdown(self._failure)

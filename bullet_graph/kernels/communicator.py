@@ -42,7 +42,7 @@ class Communicator(ABC):
     def abort(self) -> None:  # noqa: B027 - nothing to end where a broken connection ends a collective
         """End what waits for other ranks; safe in any thread."""
 
-    def close(self) -> None:  # noqa: B027 - the CPU's close with the process group
+    def close(self) -> None:  # noqa: B027 - some have nothing to close
         """Wait for this rank's collectives, then disconnect; call it once no CUDA graph holds any of its kernels."""
 
 
@@ -106,8 +106,11 @@ class GroupCommunicator(Communicator):
             self._ending.start()
 
     def close(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        if self._device.type == "cpu":
+            # Waits for its threads: at the program's end, one that holds the last reference to a tensor would abort it.
+            del self._group
+            return
+        torch.cuda.synchronize(self._device)
         # NCCL's threads would report that the other ranks and the store are gone.
         self.abort()
         if self._ending is not None:
@@ -137,6 +140,9 @@ class OrderedCommunicator(Communicator):
     def abort(self) -> None:
         self._aborted = True
         self._inner.abort()
+
+    def close(self) -> None:
+        self._inner.close()
 
     def _meet(self, name: str, x: Tensor) -> None:
         """Wait until every rank has come to this collective; no rank gets further, so that one mark each is enough."""

@@ -2,6 +2,7 @@
 
 import os
 import queue
+import shutil
 import signal
 import sys
 import threading
@@ -35,6 +36,7 @@ class Follower:
         self._rank = rank
         self._messages: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._communicators: dict[Lane, Communicator] = {}
+        self._folder: Path | None = None
         # Reads ahead, so that rank 0 waits for no launch here. Rank 0 is at most a few launches ahead.
         threading.Thread(target=self._read, name="bullet-graph-messages", daemon=True).start()
 
@@ -43,7 +45,9 @@ class Follower:
             try:
                 self._messages.put(self._connection.recv())
             except (EOFError, OSError):
-                # Rank 0 is gone, and this rank may wait for it in a collective.
+                # Rank 0 is gone, and this rank may wait for it in a collective. Killed, it leaves its folder behind.
+                if self._folder is not None:
+                    shutil.rmtree(self._folder, ignore_errors=True)
                 os._exit(1)
 
     def run(self) -> None:
@@ -100,6 +104,7 @@ class Follower:
         self._connection.send(("built",))
 
     def _connect(self, runtime: Runtime, folder: Path, num_threads: int) -> Start:
+        self._folder = folder
         if runtime.device.type == "cpu":
             # As rank 0's: what all ranks compute alike must have the same bits.
             torch.set_num_threads(num_threads)

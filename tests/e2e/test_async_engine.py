@@ -4,6 +4,8 @@ import asyncio
 import gc
 import inspect
 import re
+import subprocess
+import sys
 import threading
 import time
 import weakref
@@ -286,6 +288,17 @@ async def test_shutdown_gives_the_memory_back(model: Model) -> None:
     await asyncio.to_thread(engine.shutdown)
     gc.collect()
     assert reference() is None
+
+
+def test_a_program_may_end_while_its_engine_works() -> None:
+    program = """if True:
+        import asyncio
+        from bullet_graph import AsyncEngine, SamplingParams
+        engine = AsyncEngine("tiny", device="cpu")
+        stream = engine.generate([1, 2, 3], SamplingParams(max_tokens=10_000, ignore_eos=True))
+        asyncio.new_event_loop().run_until_complete(anext(stream))
+    """
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
 
 
 async def test_requests_that_race_with_shutdown_all_get_an_answer(model: Model) -> None:

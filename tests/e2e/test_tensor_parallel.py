@@ -227,7 +227,8 @@ from bullet_graph import Engine, SamplingParams
 # A shell may start what runs in the background without interrupts.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 engine = Engine("tiny", device="cpu", tensor_parallel_size=2)
-print(*(process.pid for process in engine._executor._ranks._processes), flush=True)
+ranks = engine._executor._ranks
+print(ranks.folder, *(process.pid for process in ranks._processes), flush=True)
 try:
     engine.generate([[1, 2, 3]] * 8, SamplingParams(max_tokens=10_000, ignore_eos=True), use_tqdm=False)
 except KeyboardInterrupt:
@@ -241,7 +242,8 @@ def test_no_rank_outlives_the_engine_s_process(how: signal.Signals) -> None:
     command = [sys.executable, "-c", _LONG]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, process_group=0) as process:
         assert process.stdout is not None
-        others = [psutil.Process(int(pid)) for pid in process.stdout.readline().split()]
+        folder, *pids = process.stdout.readline().split()
+        others = [psutil.Process(int(pid)) for pid in pids]
         time.sleep(0.5)
         process.send_signal(how)
         try:
@@ -252,3 +254,18 @@ def test_no_rank_outlives_the_engine_s_process(how: signal.Signals) -> None:
     assert rest == ("" if how == signal.SIGKILL else "interrupted\n")
     assert others
     assert not psutil.wait_procs(others, timeout=5)[1]
+    assert not Path(folder).exists()
+
+
+def test_a_collective_under_way_does_not_abort_the_program_at_its_end() -> None:
+    program = """if True:
+        import time, torch
+        from bullet_graph import Engine
+        engine = Engine("tiny", device="cpu", tensor_parallel_size=2)
+        ranks = engine._executor._ranks
+        def begin(inner):
+            inner._group.allreduce([torch.zeros(1)], inner._reduce).get_future().then(lambda _: time.sleep(1))
+        begin(ranks.communicators["decode"]._inner)
+        ranks._processes[0].kill()
+    """
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
