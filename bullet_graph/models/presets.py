@@ -19,6 +19,7 @@ _PRESETS = {
     "llama-3.2-1b": llama.LLAMA_3_2_1B,
     "llama-3.1-8b": llama.LLAMA_3_1_8B,
     "llama-3.1-70b": llama.LLAMA_3_1_70B,
+    "llama-3.1-405b": llama.LLAMA_3_1_405B,
     "qwen3-0.6b": qwen.QWEN3_0_6B,
     "qwen3-8b": qwen.QWEN3_8B,
     "tiny-moe": qwen.TINY_MOE,

@@ -31,6 +31,7 @@ LLAMA_3_1_8B = ModelConfig(
 )
 
 LLAMA_3_1_70B = replace(LLAMA_3_1_8B, hidden_size=8192, intermediate_size=28672, num_layers=80, num_heads=64)
+LLAMA_3_1_405B = replace(LLAMA_3_1_8B, hidden_size=16384, intermediate_size=53248, num_layers=126, num_heads=128)
 
 LLAMA_3_2_1B = replace(
     LLAMA_3_1_8B,
