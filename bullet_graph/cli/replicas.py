@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -142,9 +143,11 @@ def _serve(connection: Connection, served: Served) -> bool:
     return run_server(engine, served.settings, served.path, lambda: connection.send(None))
 
 
-def _end_with_the_front(connection: Connection) -> None:
+def _end_with_the_front(connection: Connection, folder: Path) -> None:
     with suppress(EOFError, OSError):
         connection.recv()
+    # A front that is killed leaves it behind.
+    shutil.rmtree(folder, ignore_errors=True)
     os._exit(EXIT_ERROR)
 
 
@@ -153,7 +156,8 @@ def main() -> None:
     logging.basicConfig(format="%(message)s")
     connection = Connection(int(sys.argv[1]))
     served: Served = connection.recv()
-    threading.Thread(target=_end_with_the_front, args=(connection,), name="bullet-graph-front", daemon=True).start()
+    front = connection, served.path.parent
+    threading.Thread(target=_end_with_the_front, args=front, name="bullet-graph-front", daemon=True).start()
     ended = False
     try:
         ended = _serve(connection, served)

@@ -1,4 +1,4 @@
-"""The process of a rank above 0: ``python -m bullet_graph.runtime.follower FD RANK`` reads from a pipe what to do."""
+"""The process of a rank above 0: ``python -m bullet_graph.runtime.follower FD RANK FOLDER`` reads what to do."""
 
 import os
 import queue
@@ -31,12 +31,12 @@ from bullet_graph.runtime.resolve import Runtime
 class Follower:
     """Builds this rank's executor and replays rank 0's calls on it, until it is told to stop."""
 
-    def __init__(self, connection: Connection, rank: int) -> None:
+    def __init__(self, connection: Connection, rank: int, folder: Path) -> None:
         self._connection = connection
         self._rank = rank
+        self._folder = folder
         self._messages: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._communicators: dict[Lane, Communicator] = {}
-        self._folder: Path | None = None
         # Reads ahead, so that rank 0 waits for no launch here. Rank 0 is at most a few launches ahead.
         threading.Thread(target=self._read, name="bullet-graph-messages", daemon=True).start()
 
@@ -46,8 +46,7 @@ class Follower:
                 self._messages.put(self._connection.recv())
             except (EOFError, OSError):
                 # Rank 0 is gone, and this rank may wait for it in a collective. Killed, it leaves its folder behind.
-                if self._folder is not None:
-                    shutil.rmtree(self._folder, ignore_errors=True)
+                shutil.rmtree(self._folder, ignore_errors=True)
                 os._exit(1)
 
     def run(self) -> None:
@@ -84,13 +83,13 @@ class Follower:
         assert found == name, found
         return values
 
-    def _build(self, config: EngineConfig, runtime: Runtime, folder: Path, num_threads: int) -> Executor:
-        start = self._connect(runtime, folder, num_threads)
+    def _build(self, config: EngineConfig, runtime: Runtime, num_threads: int) -> Executor:
+        start = self._connect(runtime, num_threads)
         return build_executor(replace(config, cpu_threads=None), runtime, start).executor
 
     @torch.inference_mode()
-    def _profile(self, prepared: Prepared, folder: Path, num_threads: int) -> None:
-        self._connect(prepared.runtime, folder, num_threads)
+    def _profile(self, prepared: Prepared, num_threads: int) -> None:
+        self._connect(prepared.runtime, num_threads)
         prepared = replace(prepared, ledger=self._agree(plan_ledger(prepared.config, prepared.runtime)))
         # Imports the kernel libraries.
         from bullet_graph.runtime.bursts import open_workbench  # noqa: PLC0415
@@ -98,13 +97,12 @@ class Follower:
         with open_workbench(prepared, progress=False, communicators=self._communicators) as (bench, _):
             bench.follow(self._messages.get, self._connection.send)
 
-    def _build_entry(self, config: EngineConfig, runtime: Runtime, root: Path, folder: Path, num_threads: int) -> None:
-        start = self._connect(runtime, folder, num_threads)
+    def _build_entry(self, config: EngineConfig, runtime: Runtime, root: Path, num_threads: int) -> None:
+        start = self._connect(runtime, num_threads)
         build_for_rank(config, runtime, CaptureStore(root), lambda: start, tell=lambda _: None)
         self._connection.send(("built",))
 
-    def _connect(self, runtime: Runtime, folder: Path, num_threads: int) -> Start:
-        self._folder = folder
+    def _connect(self, runtime: Runtime, num_threads: int) -> Start:
         if runtime.device.type == "cpu":
             # As rank 0's: what all ranks compute alike must have the same bits.
             torch.set_num_threads(num_threads)
@@ -112,7 +110,7 @@ class Follower:
             torch.cuda.set_device(runtime.device)
         self._connection.send(("ready",))
         self._next("connect")
-        make_communicators(folder, self._rank, runtime.model.num_ranks, runtime.device, self._communicators)
+        make_communicators(self._folder, self._rank, runtime.model.num_ranks, runtime.device, self._communicators)
         return Start(agree=self._agree, communicators=self._communicators)
 
     def _agree(self, ledger: MemoryLedger) -> MemoryLedger:
@@ -123,9 +121,9 @@ class Follower:
 def main() -> None:
     # An interrupt is rank 0's to handle.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    connection, rank = Connection(int(sys.argv[1])), int(sys.argv[2])
+    connection, rank, folder = Connection(int(sys.argv[1])), int(sys.argv[2]), Path(sys.argv[3])
     try:
-        Follower(connection, rank).run()
+        Follower(connection, rank, folder).run()
     except Exception as error:
         with suppress(OSError):
             connection.send(("failed", time.monotonic(), type(error), str(error)))

@@ -100,7 +100,7 @@ class Ranks:
         self._watcher = threading.Thread(target=self._watch, name="bullet-graph-ranks", daemon=True)
         try:
             for rank in range(1, num_ranks):
-                connection, process = start_process(FOLLOWER, str(rank))
+                connection, process = start_process(FOLLOWER, str(rank), str(self.folder))
                 self._connections.append(connection)
                 self._processes.append(process)
         except BaseException:

@@ -56,7 +56,7 @@ def _started(config: EngineConfig, others: Sequence[Runtime], start: Callable[[R
     ranks = Ranks(config.tensor_parallel_size)
     try:
         for rank, other in enumerate(others, start=1):
-            ranks.send(*start(other), ranks.folder, torch.get_num_threads(), only=rank)
+            ranks.send(*start(other), torch.get_num_threads(), only=rank)
         yield ranks
     except BaseException as error:
         try:

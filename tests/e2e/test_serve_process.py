@@ -14,7 +14,11 @@ import httpx
 import pytest
 from cli_runner import TINY, refused, run
 
+from bullet_graph.cli import EXIT_ERROR
+from bullet_graph.cli.replicas import Served
+from bullet_graph.config import EngineConfig
 from bullet_graph.errors import ConfigError
+from bullet_graph.runtime.processes import start_process
 from bullet_graph.serve.settings import ServeSettings
 
 pytestmark = pytest.mark.timeout(180)
@@ -174,6 +178,16 @@ def test_engines_behind_one_port_share_prompts_and_outlive_one_of_them(killed: t
     assert server.wait() == 0
     assert not Path(f"/proc/{engines[1]}").exists()
     assert "Traceback" not in "".join(server.stderr)
+
+
+def test_an_engine_whose_front_was_killed_ends_and_leaves_no_folder(tmp_path: Path) -> None:
+    (folder := tmp_path / "sockets").mkdir()
+    connection, process = start_process("bullet_graph.cli.replicas")
+    with connection:
+        config = EngineConfig(model="tiny", device="cpu", kv_cache_bytes=2**20)
+        connection.send(Served(config, ServeSettings(), folder / "0.sock", access_log=False, warmup=False, quiet=True))
+    assert process.wait(30) == EXIT_ERROR
+    assert not folder.exists()
 
 
 # ---- what is wrong with the command ----

@@ -32,7 +32,8 @@ def make_ranked(num_ranks: int = 2, model: str = "tiny-moe", **settings: Any) ->
 
 
 def followers() -> list[psutil.Process]:
-    return [p for p in psutil.Process().children() if ranks.FOLLOWER in " ".join(p.cmdline())]
+    alive = (p for p in psutil.Process().children() if p.status() != psutil.STATUS_ZOMBIE)
+    return [p for p in alive if ranks.FOLLOWER in " ".join(p.cmdline())]
 
 
 @pytest.fixture(scope="module")
