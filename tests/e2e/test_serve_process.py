@@ -185,7 +185,8 @@ def test_an_engine_whose_front_was_killed_ends_and_leaves_no_folder(tmp_path: Pa
     connection, process = start_process("bullet_graph.cli.replicas")
     with connection:
         config = EngineConfig(model="tiny", device="cpu", kv_cache_bytes=2**20)
-        connection.send(Served(config, ServeSettings(), folder / "0.sock", access_log=False, warmup=False, quiet=True))
+        settings = ServeSettings(served_model_name="tiny")
+        connection.send(Served(config, settings, folder / "0.sock", access_log=False, warmup=False, quiet=True))
     assert process.wait(30) == EXIT_ERROR
     assert not folder.exists()
 
