@@ -414,11 +414,10 @@ def test_the_thread_waits_without_work(model: Model, monkeypatch: pytest.MonkeyP
 async def test_failing_from_outside_reaches_all_even_if_the_thread_is_stuck(model: Model, gate: Gate) -> None:
     engine = AsyncEngine(make_engine(model.folder, max_num_seqs=2))
     tasks = [asyncio.create_task(collect(engine, PROMPT, LONG)) for _ in range(5)]
-    while engine.stalled(0.05) is None:
-        await asyncio.sleep(0.01)
-    stalled = engine.stalled(0.05)
-    assert stalled is not None
-    assert "decode lane: a decode step of 2 rows" in stalled
+    async with asyncio.timeout(20):
+        # On a busy machine, the loop itself may seem to stall before.
+        while "decode lane: a decode step of 2 rows" not in (engine.stalled(0.05) or ""):
+            await asyncio.sleep(0.01)
     # One that the engine's thread has not seen yet.
     tasks.append(asyncio.create_task(collect(engine, PROMPT, LONG)))
     await asyncio.sleep(0)
