@@ -95,8 +95,7 @@ class Comparison:
         if split is None:
 
             def on_time(split: int) -> float:
-                run = self._at_split(machines, rate, split)[place]
-                return min(0.0 if run["stable"] is False else run["slo_attainment"], _GOOD_ENOUGH)
+                return worth(self._at_split(machines, rate, split)[place])
 
             first, step = self._best.get(machines), max(machines // 50, 1)
             if first is None:
@@ -146,6 +145,12 @@ class Comparison:
         click.echo(f"{name}, {rate:.4g}/s each: {met} ({seconds:.0f} s)", err=True)
         own = {"rate_per_machine": rate, "request_rate": arrivals.request_rate, "seconds": round(seconds, 1)}
         return own | {field: fields[field] for field in _FIGURES} | dict(outcome.counters)
+
+
+def worth(run: Run) -> float:
+    """What the search for the best division compares: any stable run is better than any unstable one."""
+    on_time: float = run["slo_attainment"]
+    return on_time - 1 if run["stable"] is False else min(on_time, _GOOD_ENOUGH)
 
 
 class _FleetCommand(ErrorReporting, GoodputCommand):

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from simulated_engines import changed
 
-from bench.fleet.command import fleet
+from bench.fleet.command import fleet, worth
 from bench.fleet.divided import Link, balanced, best_split, decode, decode_machine, prefill, prefill_machine
 from bench.fleet.shared import Fleet, Outcome, Router, Traffic, in_processes, share
 from bullet_graph.config import EngineConfig, Policy
@@ -265,6 +265,12 @@ def test_the_best_split_is_found_where_there_is_one_peak(machines: int, data: st
     step = data.draw(st.integers(1, machines))
     found = best_split(lambda split: -abs(split - peak), machines, first, step)
     assert abs(found - peak) < max(machines // 100, 1)
+
+
+def test_divisions_that_pile_up_differ_so_that_the_search_leaves_them() -> None:
+    runs = [{"slo_attainment": share, "stable": stable} for stable in (False, True) for share in (0.0, 0.02, 0.9)]
+    found = [worth(run) for run in runs]
+    assert found == sorted(set(found))
 
 
 @pytest.mark.parametrize("split", [0, 4])
