@@ -80,6 +80,7 @@ def run_sums_beside_held_sms(rank: int, folder: Path) -> None:
         finished[held] = done.query()
         torch.cuda.synchronize()
     del graph
-    communicator.close()
+    for each in made.values():
+        each.close()
     backend.close()
     assert finished == {"decode": False, "prefill": True}, finished

@@ -28,7 +28,7 @@ from bullet_graph.cli.replay_options import search_options, sweep_file_options
 from bullet_graph.cli.result_file import to_json
 from bullet_graph.cli.tables import figure, mean_of
 from bullet_graph.engine.replay import event_loop_factory
-from bullet_graph.errors import BulletGraphError, ConfigError, EngineDeadError
+from bullet_graph.errors import BulletGraphError, ConfigError, DeviceError, EngineDeadError
 from bullet_graph.models.presets import resolve_model
 from bullet_graph.perf.energy import open_probe
 from bullet_graph.perf.goodput_search import FASTEST_RATE
@@ -156,6 +156,10 @@ def _compare(
     device = options["device"]
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda" and setup.tensor_parallel_size > (found := torch.cuda.device_count()):
+        raise DeviceError(
+            f"--tensor-parallel-size {setup.tensor_parallel_size} needs as many GPUs, and torch sees {found}"
+        )
     provenance = dataclasses.asdict(collect_provenance(device))
     provenance["versions"] |= peer_versions()
     # Files from before SGLang and tensor parallelism lack their options, and are to go on.

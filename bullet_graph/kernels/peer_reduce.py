@@ -121,6 +121,8 @@ class PeerCommunicator(Communicator):
         return self._inner.all_gather(x)
 
     def abort(self) -> None:
+        # First, as the driver may keep this thread waiting.
+        self._inner.abort()
         start = self._own + memory_bytes(self.num_ranks) - self._ended.nbytes
         # This thread may have no context yet. Other streams wait behind the kernels that this ends.
         self._driver.call("cuCtxPushCurrent", self._context)
@@ -130,7 +132,6 @@ class PeerCommunicator(Communicator):
             self._driver.call("cuStreamSynchronize", stream)
         finally:
             self._driver.call("cuCtxPopCurrent")
-            self._inner.abort()
 
     def close(self) -> None:
         self._inner.close()
@@ -160,8 +161,7 @@ def _free(driver: CudaDriver, context: Any, own: int, others: Mapping[int, int])
     # Where the device has failed, or is gone at the end of the process.
     with suppress(PartitionError):
         driver.call("cuCtxPushCurrent", context)
-        with suppress(PartitionError):
-            for address in others.values():
-                driver.call("cuIpcCloseMemHandle", address)
-        driver.call("cuMemFree", own)
+        for name, address in (*(("cuIpcCloseMemHandle", other) for other in others.values()), ("cuMemFree", own)):
+            with suppress(PartitionError):
+                driver.call(name, address)
         driver.call("cuCtxPopCurrent")

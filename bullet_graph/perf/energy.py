@@ -88,13 +88,13 @@ class NvmlProbe:
 
 
 def open_probe(device: "torch.device", num_gpus: int = 1) -> NvmlProbe | None:
-    """Probe a GPU, and those of other ranks after it; None on the CPU, or where NVML does not know one of them."""
+    """Probe a GPU, and those of other ranks after it; None on the CPU, or where one of them is unknown or missing."""
     # Others read versions here without torch.
     import torch  # noqa: PLC0415
 
-    if device.type == "cpu":
-        return None
     first = device.index or 0
+    if device.type == "cpu" or first + num_gpus > torch.cuda.device_count():
+        return None
     return NvmlProbe.open(*(str(torch.cuda.get_device_properties(first + i).uuid) for i in range(num_gpus)))
 
 

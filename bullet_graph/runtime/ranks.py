@@ -94,7 +94,7 @@ class Ranks:
         self._connections: list[Connection] = []
         self._processes: list[subprocess.Popen[bytes]] = []
         self._arrived: dict[str, dict[int, Message]] = {}
-        self._changed = threading.Condition()
+        self._changed, self._aborting = threading.Condition(), threading.Lock()
         self._is_stopping = False
         self._entered_s: float | None = None
         self._watcher = threading.Thread(target=self._watch, name="bullet-graph-ranks", daemon=True)
@@ -169,7 +169,9 @@ class Ranks:
             self._changed.notify_all()
             for process in self._processes:
                 process.kill()
-            for communicator in list(self.communicators.values()):
+        with self._aborting:
+            # Decode's last: it asks the driver, which a launch may hold.
+            for communicator in list(reversed(self.communicators.values())):
                 # A device that has failed waits for nobody.
                 with suppress(RuntimeError):
                     communicator.abort()

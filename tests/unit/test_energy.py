@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from types import ModuleType
 
 import pytest
+import torch
 
 from bullet_graph.perf.energy import (
     DeviceMonitor,
@@ -18,6 +19,7 @@ from bullet_graph.perf.energy import (
     SampleRange,
     linked_by_nvlink,
     nvml_driver_version,
+    open_probe,
 )
 
 
@@ -141,6 +143,10 @@ def test_without_library_package_or_gpu_there_is_no_probe_and_no_version(
     assert (nvml_driver_version(), NvmlProbe.open("ab")) == (None, None)
     monkeypatch.setitem(sys.modules, "pynvml", None)
     assert (nvml_driver_version(), NvmlProbe.open("ab")) == (None, None)
+
+
+def test_gpus_that_are_missing_have_no_probe() -> None:
+    assert open_probe(torch.device("cuda", 0), torch.cuda.device_count() + 1) is None
 
 
 def test_links_between_gpus(nvml: FakeNvml, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,16 +1,20 @@
 """The sum over ranks in one launch, in Triton's interpreter: this process plays the other ranks."""
 
+from unittest.mock import Mock
+
 import pytest
 import torch
 from torch import Tensor
 
 pytest.importorskip("triton")
 
+from bullet_graph.errors import PartitionError
 from bullet_graph.kernels.peer_reduce import (
     BLOCK_BYTES,
     ENDED,
     MAX_PROGRAMS,
     SHARED_BYTES,
+    _free,
     all_reduce_kernel,
     block_size,
     memory_bytes,
@@ -91,3 +95,15 @@ def test_few_programs_that_hold_all() -> None:
         assert block_size(torch.empty(most * MAX_PROGRAMS + 1, dtype=dtype), 2) is None
         assert block_size(torch.empty(most * MAX_PROGRAMS // 3 + 1, dtype=dtype), 4) is None
     assert block_size(torch.empty(3, dtype=torch.int64), 2) is None
+
+
+def test_memory_is_freed_though_another_rank_s_cannot_be_let_go() -> None:
+    names = []
+
+    def call(name: str, *_: object) -> None:
+        names.append(name)
+        if name == "cuIpcCloseMemHandle":
+            raise PartitionError("gone")
+
+    _free(Mock(call=call), None, 1, {1: 2, 2: 3})
+    assert names == ["cuCtxPushCurrent", "cuIpcCloseMemHandle", "cuIpcCloseMemHandle", "cuMemFree", "cuCtxPopCurrent"]

@@ -1,5 +1,6 @@
 """What rank 0 makes of a failure, without other processes."""
 
+import threading
 from typing import Any
 from unittest.mock import Mock
 
@@ -28,4 +29,23 @@ def test_a_failure_is_told_though_an_abort_fails() -> None:
     with pytest.raises(ValueError, match="its own error"):
         ranks.explain(ValueError("its own error"))
     other.abort.assert_called_once()
+    ranks.stop()
+
+
+def test_a_failure_is_told_though_the_driver_holds_an_abort_back() -> None:
+    ranks, entered, held, other = Ranks(1), threading.Event(), threading.Event(), Mock()
+
+    def hold() -> None:
+        entered.set()
+        held.wait(5)
+
+    ranks.communicators = {"decode": Mock(abort=hold), "prefill": other}
+    failing = threading.Thread(target=ranks.fail, args=(RankError("rank 1 ended"),), daemon=True)
+    failing.start()
+    assert entered.wait(10)
+    other.abort.assert_called_once()
+    with pytest.raises(RankError, match="rank 1 ended"):
+        ranks.gather("built")
+    held.set()
+    failing.join()
     ranks.stop()
