@@ -82,10 +82,8 @@ Host times: bench/LOG.md."""
 def _by_data_sheet(
     name: str, num_sms: int, memory_gb: float, *, tflops: int, fp8_tflops: int | None, bandwidth_gb_s: int
 ) -> GpuSpec:
-    """An unmeasured GPU, which is taken to reach the same shares of its data sheet's dense rates as the H200.
-
-    Of its own, the H200's sheet says 989 and 1,979 TFLOPS and 4,800 GB/s. Without FP8, the rate is that of 16 bits.
-    """
+    """An unmeasured GPU, which is taken to reach the same shares of its data sheet's dense rates as the H200."""
+    # The H200's own sheet says 989 and 1,979 TFLOPS and 4,800 GB/s. Without FP8, the rate is that of 16 bits.
     share = tflops / 989
     return replace(
         H200,

@@ -176,7 +176,6 @@ def _read(packed: gzip.GzipFile, num_bytes: int) -> bytes:
 
 
 def _require_signature(manifest: bytes, signature: bytes | None, key_files: Sequence[Path]) -> None:
-    """Make sure that one of these public keys signed a manifest's bytes."""
     keys = [_load_key(file, is_private=False) for file in key_files]
     from cryptography.exceptions import InvalidSignature  # noqa: PLC0415 - an extra
 

@@ -415,7 +415,6 @@ def _parts(entry: Entry) -> list[dict[str, Any]]:
 
 
 def _title(entry: Entry) -> str:
-    """The model, dtype and device that an entry is for."""
     values, model = entry.manifest.fingerprint, entry.manifest.plan.get("model")
     # An imported manifest may say anything.
     named = model if isinstance(model, str) and model.isprintable() else values.get("model", "?")

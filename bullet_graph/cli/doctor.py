@@ -58,8 +58,7 @@ def doctor(model: str | None, wants_calibration: bool, as_json: bool, **settings
         machine = look_around(asked)
     diagnosis = diagnose(asked, machine)
     if as_json:
-        page = {"works": diagnosis.works, **dataclasses.asdict(diagnosis), "machine": machine}
-        print_json(page)
+        print_json({"works": diagnosis.works, **dataclasses.asdict(diagnosis), "machine": machine})
     else:
         _print_page(diagnosis)
     if not diagnosis.works:

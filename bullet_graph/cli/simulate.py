@@ -147,12 +147,11 @@ class Simulator:
         config, arrivals, workload = self.config, arrivals or self.arrivals, workload or self.workload
         padded = self.performance if capture_plan is None else PaddedModel(self.unpadded, capture_plan.padded)
         started = datetime.now()
-        settings = self.settings(policy, capture_plan)
         simulation = serve_simulated(
             padded,
             workload,
             arrivals.times(workload),
-            settings,
+            self.settings(policy, capture_plan),
             slo=config.slo,
             max_concurrency=arrivals.max_concurrency,
             **observers,

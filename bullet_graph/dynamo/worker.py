@@ -175,7 +175,6 @@ class BulletGraphEngine(LLMEngine):  # type: ignore[misc]
     # ---- beside the requests ----
 
     def _publish_load(self) -> None:
-        """Tell the router, and the metrics, how full the KV cache is."""
         engine = self._engine
         if engine is None or self._load is None:
             return
@@ -206,14 +205,11 @@ async def _in_time(awaitable: Awaitable[object], limit_s: float) -> bool:
 
 
 def _as_dynamo_error(error: Exception) -> Exception:
-    """The error that tells Dynamo's frontend what to answer.
-
-    After EngineShutdown it leaves this worker alone, and may give the request to another one. A full queue is no
-    reason for that.
-    """
+    """The error that tells Dynamo's frontend what to answer."""
     told = ApiError.of(error)
     message, meant = told.body["error"]["message"], InvalidArgument
     if told.status == HTTPStatus.SERVICE_UNAVAILABLE:
+        # It then leaves this worker alone, for which a full queue is no reason, and may ask another one.
         meant = EngineShutdown
     elif told.status >= HTTPStatus.TOO_MANY_REQUESTS:
         meant = partial(HttpError, told.status)

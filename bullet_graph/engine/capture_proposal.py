@@ -201,10 +201,7 @@ class CaptureUsage:
         return Demand(size, n, self._padded_decode(size, kv_tokens, n, decode_sms), lost_ms)
 
     def _forward(self, size: int, same: Sequence[StepRecord]) -> Demand:
-        """Forwards with prompt tokens: padded to piecewise graphs, or launched kernel by kernel.
-
-        The longer host time of the latter is lost in full: meanwhile the host launches nothing else.
-        """
+        """Forwards with prompt tokens: padded to piecewise graphs, or launched kernel by kernel."""
         n, batch_size = len(same), _total(same, "batch_size")
         tokens, pairs = max(round(_total(same, "tokens") / n), 1), _total(same, "pairs") / n
         kv_tokens = _total(same, "kv_tokens") // n
@@ -216,6 +213,7 @@ class CaptureUsage:
                 return self.model.prefill(padded, pairs).ms
             return self.model.mixed(padded, pairs, max(round(batch_size / n), 1), kv_tokens).ms
 
+        # The longer host time is lost in full: meanwhile the host launches nothing else.
         eager_ms = (GENERIC.eager_layer_ms - GENERIC.captured_layer_ms) * self.model.num_layers
         return Demand(size, n, _padded(ms, size, n), n * eager_ms)
 

@@ -277,8 +277,7 @@ class EngineCore:
 
     def _submit(self, scheduled: ScheduledStep, placement: Placement, plan: Plan, predicted_ms: float | None) -> None:
         lane, partition = placement.lane, placement.partition
-        takes_turns = not self.in_flight.fit_beside(lane, partition)
-        placement = replace(placement, takes_turns=takes_turns)
+        placement = replace(placement, takes_turns=not self.in_flight.fit_beside(lane, partition))
         now = self.executor.now()
         if placement.first_layer == 0:
             for request in (self.requests[sequence.request_id] for sequence in scheduled.admitted):

@@ -162,7 +162,6 @@ def stalled_launches(
 
 
 def _describe(step: Step, placement: Placement, config: EngineConfig, lane_sms: LaneSms) -> str:
-    """A launch's lane, the CUDA graph that it replays or its rows, and its TPC mask."""
     rows = 0 if step.decode is None else len(step.decode.slots)
     if step.prefill is not None:
         tokens, prompts = len(step.prefill.token_ids), len(step.prefill.slots)

@@ -83,8 +83,7 @@ class PromptQueue:
                 elif writer in loads and load.deadline_s < loads[writer].deadline_s:
                     loads[writer] = loads[writer]._replace(deadline_s=load.deadline_s)
             unordered = list(loads)
-            order = order_prompts(list(loads.values()), now_s, ms_per_token)
-            return (unordered[i] for i in order)
+            return (unordered[i] for i in order_prompts(list(loads.values()), now_s, ms_per_token))
         # Preemption takes the last to come first, so the reverse order is the order of arrival.
         preempted = [s for s in reversed(self._waiting) if s.preempted] if self._num_preempted else []
         fresh: Iterable[Sequence] = (s for s in self._waiting if not s.preempted and s.awaited_key not in writers)

@@ -160,15 +160,13 @@ def require_forced_length(prompt_tokens: int, output_tokens: int, max_model_len:
 
 
 class _Turns:
-    """The requests of a replay whose later turns are complete once the turns before them have ended.
-
-    A run at a rate sends none that would arrive after the last conversation has begun: its load would only fade.
-    """
+    """The requests of a replay whose later turns are complete once the turns before them have ended."""
 
     def __init__(self, requests: Sequence[TimedRequest], start_s: float) -> None:
         self.requests = list(requests)
         self._start_s = start_s
         last_s = requests[-1].arrival_s if requests else 0.0
+        # A run at a rate sends nothing after the last conversation has begun: its load would only fade.
         self._end_s = start_s + last_s if last_s > 0 else math.inf
         self._failed: set[int] = set()
         self._followers = defaultdict[int, list[int]](list)

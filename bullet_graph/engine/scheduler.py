@@ -220,14 +220,11 @@ class Scheduler:
         ]
 
     def _find_block(self, sequence: Sequence) -> bool:
-        """Give the sequence room for one more token; the sequences that came last may lose their blocks for it.
-
-        A sequence can be preempted only when all its tokens are on the host. One with steps in flight is held out of
-        this step instead, so that a later call finds it idle.
-        """
+        """Give the sequence room for one more token; the sequences that came last may lose their blocks for it."""
         while sequence.status is Status.RUNNING and not self._grow(sequence, sequence.num_tokens):
             victim = next(reversed(self._running))
             if victim.num_pending_steps:
+                # Not all its tokens are on the host yet. Held out of this step, it is idle at a later call.
                 self._held = victim
                 return False
             self._preempt(victim)
@@ -331,12 +328,10 @@ class Scheduler:
         return sequence.block_keys[:num_blocks]
 
     def _look_up(self, sequence: Sequence, least: int = AWAITED_BLOCKS) -> list[int]:
-        """Find the blocks that a waiting sequence can share, and the key that it awaits.
-
-        It is worth waiting for ``least`` blocks that it lacks. Who writes the last of them also writes the others.
-        """
+        """Find the blocks that a waiting sequence can share, and the key of ``least`` others, which it awaits."""
         keys = self._keys_to_find(sequence)
         found = self.pool.find(keys)
+        # Who writes the last of them also writes the others.
         last = len(found) + least - 1
         awaited_key = keys[last] if last < len(keys) else None
         self.queue.expect(sequence, len(found) * self.pool.block_tokens, awaited_key)

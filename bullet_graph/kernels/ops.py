@@ -220,21 +220,16 @@ def route(logits: Tensor, top_k: int, *, renormalize: bool) -> tuple[Tensor, Ten
 
 
 def _rms_norm(x: Tensor, weight: Tensor, eps: float, mean_square: Tensor | None = None) -> Tensor:
-    """Root-mean-square norm over the last dimension, in float32 inside (Zhang and Sennrich 2019).
-
-    Rounded before it is weighted, but for weights in float32.
-    """
+    """Root-mean-square norm over the last dimension, in float32 inside (Zhang and Sennrich 2019)."""
     wide = x.float()
     mean_square = wide.pow(2).mean(-1, keepdim=True) if mean_square is None else mean_square
     wide = wide * torch.rsqrt(mean_square + eps)
+    # Rounded before it is weighted, but for weights in float32.
     return (wide.to(weight.dtype) * weight).to(x.dtype)
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding over split halves (Su et al. 2021, in the layout of Hugging Face checkpoints).
-
-    ``x`` is [rows, heads, head_dim]; ``cos`` and ``sin`` are [rows, head_dim / 2] float32.
-    """
+    """RoPE over split halves (Su et al. 2021), of [rows, heads, head_dim] by [rows, head_dim / 2] in float32."""
     low, high = x.float().chunk(2, dim=-1)
     cos, sin = cos[:, None], sin[:, None]
     return torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1).to(x.dtype)

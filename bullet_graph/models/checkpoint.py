@@ -55,8 +55,6 @@ _UNUSED_SCALES = (".input_scale", ".activation_scale", ".q_scale")
 
 @dataclass(frozen=True, slots=True)
 class _StoredTensor:
-    """One tensor's entry in a file's header."""
-
     path: Path
     file: Any
     shape: tuple[int, ...]

@@ -138,10 +138,8 @@ def _is_ignored(name: str, ignored: Collection[str], patterns: Collection[str]) 
 
 
 def _glob(found: JsonObject, key: str, entry: str) -> str:
-    """A regular expression as a pattern of :mod:`fnmatch`, which takes no more than linear time to match.
-
-    As in compressed-tensors, it matches from a name's start on, not to its end.
-    """
+    """A regular expression as a pattern of :mod:`fnmatch`, which takes no more than linear time to match."""
+    # As in compressed-tensors, it matches from a name's start on, not to its end.
     pattern = entry.removeprefix("re:").removeprefix("^").replace("\\.", ".").replace(".*", "*")
     pattern = pattern[:-1] if pattern.endswith("$") else f"{pattern}*"
     if any(character in pattern for character in "\\()[]{}+?|^$"):

@@ -263,10 +263,7 @@ class _GenerationBlock(Extension):
 
 
 class _TemplateEnvironment(ImmutableSandboxedEnvironment):
-    """What Hugging Face's templates expect, in a sandbox that looks at the clock in every loop and call.
-
-    A template is a program of the model's author, and may be made to run for ever or to fill the memory.
-    """
+    """What Hugging Face's templates expect, in a sandbox: one may be made to run for ever or to fill the memory."""
 
     intercepted_binops = frozenset(("+", "*", "**"))
 
@@ -305,7 +302,6 @@ def _check_time(context: Context) -> None:
 
 @jinja2.pass_context
 def _in_time(context: Context, items: Iterable[Any]) -> Iterator[Any]:
-    """The items of a loop, while there is time."""
     for item in items:
         _check_time(context)
         yield item

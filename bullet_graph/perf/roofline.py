@@ -301,8 +301,11 @@ class Roofline:
         sms = sms or self.num_sms
         flops = self._attended(tokens, pairs) * self._pair_flops
         attention_ms = flops / (self._spec.attention_tflops * 1e9 * self._compute_share(sms))
-        computed_ms = self._computed_ms(tokens, sms) + attention_ms
-        products_ms = math.hypot(computed_ms, self._weights_ms(tokens, sms), self._launch_ms)
+        computed_ms = tokens * self._row_flops / self._flops_per_ms(sms)
+        if sms != self.num_sms:
+            # Tiles are chosen by rows for the whole GPU; on a part of it, waves are whole.
+            computed_ms /= wave_efficiency(tokens, sms, self._shape)
+        products_ms = math.hypot(computed_ms + attention_ms, self._weights_ms(tokens, sms), self._launch_ms)
         return Prediction(products_ms + self._sums_ms(tokens), measured=False)
 
     def mixed(self, tokens: int, pairs: float, batch_size: int, kv_tokens: int) -> Prediction:
@@ -325,11 +328,6 @@ class Roofline:
             return max_tokens
         sizes = range(CHUNK_STEP_TOKENS, max_tokens + 1, CHUNK_STEP_TOKENS)
         return max(sizes, key=lambda tokens: (tokens / self.prefill(tokens, 0, sms).ms, tokens))
-
-    def _computed_ms(self, tokens: float, sms: int) -> float:
-        """Products of prompt rows. Tiles are chosen by rows for the whole GPU; on a part of it, waves are whole."""
-        ms = tokens * self._row_flops / self._flops_per_ms(sms)
-        return ms if sms == self.num_sms else ms / wave_efficiency(tokens, sms, self._shape)
 
     def _weights_ms(self, rows: float, sms: int) -> float:
         num_bytes = self._weight_bytes + touched_experts(self._shape, rows) * self._expert_bytes

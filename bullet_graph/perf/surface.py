@@ -114,7 +114,6 @@ def nodes_around(measured: Sequence[float], end: float) -> list[float]:
 
 
 def _row_line(x: float, rows: Mapping[float, Mapping[float, float]], reference: Reference) -> Callable[[float], float]:
-    """Time along one measured row."""
     row = rows[x]
     least_ms = _LEAST_SHARE * min(row.values())
     if len(row) > 1:

@@ -27,8 +27,7 @@ class Corrections(dict[tuple[PolicyName, ForwardKind], float]):
         if predicted_ms <= 0 or measured_ms <= 0:
             return
         ratio = _limited(measured_ms / predicted_ms)
-        factor = self[policy, kind] * ratio**TUNING.correction_weight
-        self[policy, kind] = _limited(factor)
+        self[policy, kind] = _limited(self[policy, kind] * ratio**TUNING.correction_weight)
 
 
 def _limited(factor: float) -> float:
@@ -99,8 +98,7 @@ class Backlog:
 
     def chunk_rows(self, size: int) -> int:
         """Rows of a chunk that should have about ``size``; those of the chunk under way, if there is one."""
-        predictor = self._predictor
-        whole = min(TUNING.whole_queue_ratio * size, predictor.max_chunk_tokens)
+        whole = min(TUNING.whole_queue_ratio * size, self._predictor.max_chunk_tokens)
         return self.tokens if self._load.chunk is not None or self.tokens <= whole else size
 
     def alone_ms(self, tokens: int, policy: PolicyName) -> float:
@@ -182,10 +180,7 @@ class Options:
 
     @cached_property
     def _step_worth_ms(self) -> float:
-        """What a decode step saves: its time later, when the prompts that wait now have joined the batch.
-
-        A step for a few rows before the others have joined them saves nearly nothing.
-        """
+        """What a decode step saves: its time later, when the prompts that wait now have joined the batch."""
         batch_size, kv_tokens = self._batch
         joined = batch_size + max(len(self._load.prompts), 1)
         later = self._model.decode(joined, kv_tokens * joined // batch_size).ms

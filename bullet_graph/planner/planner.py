@@ -135,11 +135,8 @@ class Planner:
         return ms
 
     def _unhurried_ms(self, decode: DecodeLoad, step_ms: float) -> float:
-        """The interval between steps of decode alone that targets allow, or 0 if a step lasts as long.
-
-        The slower the steps, the more sequences share one, and with it the energy that reading the weights takes. A
-        sequence alone shares with none.
-        """
+        """The interval between steps of decode alone that targets allow, or 0 if a step lasts as long."""
+        # The more sequences share a slower step, the less energy each takes for reading the weights.
         allowed_ms = TUNING.unhurried_share * min(decode.budget_ms, decode.target_ms)
         if step_ms < allowed_ms < math.inf and decode.batch_size > 1:
             return min(allowed_ms, TUNING.unhurried_ratio * step_ms)
@@ -229,7 +226,6 @@ class Planner:
     def _follow(
         self, option: Option, options: Options, load: Load, bound: Bound, weighed: Sequence[Option] = ()
     ) -> Plan:
-        """The plan that carries out an option."""
         assert self.predictor is not None
         self._last = option.policy, option.decode_sms
         if option.prefill_tokens_per_s:

@@ -122,8 +122,7 @@ def rank_prompts(prompts: Sequence[PromptLoad], now_s: float, ms_per_token: floa
     in_time.sort()
     longest_first: list[tuple[int, int]] = []
     given_up: set[int] = set()
-    share = _late_share(late, seconds, now_s)
-    rate = 1 - share
+    rate = 1 - _late_share(late, seconds, now_s)
     # For a while, the late may have up to two periods more than their share.
     end_s = now_s + sum(seconds[i] for i in resumed) + (2 * TUNING.late_period_s if late else 0.0)
     for due_s, _, _, i in in_time:

@@ -77,8 +77,7 @@ def read_input(location: str, defaults: Mapping[str, Any] | None = None) -> Batc
     ids, lines, tokens = dict[str, str](), list[bytes](), list[int]()
     digest = hashlib.blake2b(digest_size=16)
     for where, row in _rows(location):
-        number = len(lines) + 1
-        custom_id, request = _request(row, where, number, defaults or {})
+        custom_id, request = _request(row, where, len(lines) + 1, defaults or {})
         if custom_id in ids:
             raise WorkloadError(
                 f"{where}: each custom_id must be there once, found {custom_id!r:.80} in {ids[custom_id]}"
@@ -171,7 +170,6 @@ def _plain(value: Any) -> Any:
 
 
 def _request(row: Any, where: str, number: int, defaults: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """A row's ``custom_id``, and its request."""
     if not isinstance(row, dict):
         raise WorkloadError(f"{where}: a JSON object is required, found {row!r:.80}")
     if "body" in row:

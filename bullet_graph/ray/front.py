@@ -24,8 +24,6 @@ class Front:
 
 
 class _RayForwarder(Forwarder):
-    """The front's ASGI app."""
-
     def __init__(self, engines: DeploymentHandle, max_body_bytes: int) -> None:
         super().__init__()
         self._engines = engines.options(method_name="asgi", stream=True)

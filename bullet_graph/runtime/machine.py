@@ -204,7 +204,6 @@ def look_around(asked: EngineConfig) -> Machine:
 
 
 def _attempt(call: Callable[[], T], error: type[Exception]) -> tuple[T | None, str | None]:
-    """A function's result, or the message of its error."""
     try:
         return call(), None
     except error as problem:

@@ -84,8 +84,7 @@ class SelfCheck:
         config = self.decoder.config
         is_fp8 = config.fp8 is not None or config.fp8_kv
         tolerance = FP8_TOLERANCE if is_fp8 else TOLERANCES[self.decoder.weights.lm_head.dtype]
-        vocab_size = self.decoder.config.vocab_size
-        tokens = np.random.default_rng(SEED).integers(0, vocab_size, (sizes[-1], STEPS), dtype=np.int32)
+        tokens = np.random.default_rng(SEED).integers(0, config.vocab_size, (sizes[-1], STEPS), dtype=np.int32)
         compared = [np.unique(np.linspace(0, size - 1, _MOST_COMPARED).astype(np.int32)) for size in sizes]
         found = [self._found(tokens[:size], rows) for size, rows in zip(sizes, compared, strict=True)]
         # Sizes share their sequences, so one forward of all that are compared serves every size.

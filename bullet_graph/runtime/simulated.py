@@ -56,18 +56,14 @@ class StepRecord:
 
 @dataclass(slots=True)
 class _Job:
-    """A launch in flight: ``left`` is the share of the step's layers that is left of it.
-
-    ``alone_ms`` is the time of its whole step, all layers, alone on the device, times ``factor``: real ÷ predicted
-    time.
-    """
+    """A launch in flight."""
 
     ticket: int
     placement: Placement
     work: StepWork
-    alone_ms: float
-    factor: float
-    left: float
+    alone_ms: float  # of its whole step, all layers, alone on the device, with the factor
+    factor: float  # real ÷ predicted time
+    left: float  # share of the step's layers
     start_s: float | None = None
 
 

@@ -165,7 +165,6 @@ def create_app(engine: AsyncEngine, settings: ServeSettings) -> FastAPI:
 
 
 def _paths(app: FastAPI) -> str:
-    """The paths there are, by method."""
     routes = [route for route in app.routes if isinstance(route, Route)]
     return "; ".join(
         f"{method} {', '.join(route.path_format for route in routes if method in (route.methods or ()))}"

@@ -152,7 +152,6 @@ def _reason(found: Mapping[str, Any], body: Any) -> str:
 
 
 def _field(message: str, mark: str = "`") -> str | None:
-    """The field that a message begins with."""
     named = re.match(rf"{mark}([\w-]+)", message)
     return named and named[1]
 

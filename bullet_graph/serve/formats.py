@@ -100,7 +100,6 @@ class AnswerFormat(ABC):
         ]
 
     def _after_prompt(self, output: RequestOutput, sample: CompletionOutput, text: str) -> CompletionOutput:
-        """The sample with its prompt before it."""
         logprobs = sample.logprobs
         if logprobs is not None:
             _, *scored = output.prompt_logprobs or (None,)

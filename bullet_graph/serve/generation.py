@@ -219,7 +219,6 @@ class Generation:
         return [await self._tokens(await self._rendered(request), special=False)]
 
     async def _rendered(self, request: ChatCompletionRequest | TokenizeRequest) -> str:
-        """A conversation as the text of a prompt."""
         if self._tokenizer is None:
             raise ModelError(
                 "the model has no tokenizer, which a chat needs: use /v1/completions with token ids, or serve a folder "

@@ -201,7 +201,6 @@ class ServerMetrics(Collector):
         values: float | Mapping[Any, float],
         label: str | None = None,
     ) -> Metric:
-        """A metric of one value, or of values by label."""
         labels = ["model_name"] if label is None else ["model_name", label]
         family = kind(PREFIX + name, documentation, labels=labels)
         if isinstance(values, Mapping):

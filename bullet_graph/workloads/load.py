@@ -140,10 +140,7 @@ class _MooncakeRow(BaseModel):
 
 
 def _mooncake_requests(path: Path) -> Iterator[WorkloadRequest]:
-    """A JSON object per line with ``timestamp`` (ms), ``input_length`` and ``output_length`` (tokens), ``hash_ids``.
-
-    Prompts that begin with the same ``hash_ids`` begin with the same tokens. A last id may stand for fewer tokens.
-    """
+    """A JSON object per line with ``timestamp`` (ms), ``input_length`` and ``output_length`` (tokens), ``hash_ids``."""
     first_ms: float | None = None
     previous_s = 0.0
     for where, line in _lines(path):
@@ -153,6 +150,7 @@ def _mooncake_requests(path: Path) -> Iterator[WorkloadRequest]:
             row = _MooncakeRow.model_validate_json(line)
         except ValidationError as error:
             raise WorkloadError(f"{where}: {first_problem(error)}") from error
+        # A last id may stand for fewer tokens.
         if len(row.hash_ids) > -(-row.input_length // _HASHED_TOKENS):
             most = f"at most one of hash_ids for each {_HASHED_TOKENS} tokens of input_length={row.input_length}"
             raise _wrong(where, f"{most} is required", len(row.hash_ids))
@@ -172,11 +170,8 @@ class _Conversation(BaseModel):
 
 
 def _sharegpt_requests(path: Path, tokenize: Tokenize, seed: int) -> Iterator[WorkloadRequest]:
-    """A request for each ``human`` turn and the first ``gpt`` turn after it, until one of their texts is empty.
-
-    The published data set has thousands of conversations without such a pair, or with an empty text in it. It has no
-    times: think times are those of ``synthetic:chat``.
-    """
+    """A request for each ``human`` turn and the first ``gpt`` turn after it, until one of their texts is empty."""
+    # The published data set has thousands of conversations without such a pair, or with an empty text in it.
     text = "".join(line for _, line in _lines(path))
     try:
         records = TypeAdapter(list[_Conversation]).validate_json(text)
@@ -196,6 +191,7 @@ def _sharegpt_requests(path: Path, tokenize: Tokenize, seed: int) -> Iterator[Wo
                 break
             prompt_tokens = len(prompt_ids) + (0 if before is None else before.num_tokens)
             yield WorkloadRequest(prompt_tokens, output_tokens, None, prompt_ids, follows=before)
+            # The data set has no times.
             think_s = CHAT_THINK_S.at(np.array(generator.standard_normal())).item()
             before = TurnBefore(num_requests, prompt_tokens + output_tokens, think_s)
             num_requests += 1

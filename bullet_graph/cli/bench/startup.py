@@ -151,7 +151,6 @@ def run_starts(kinds: Sequence[StartKind], *, quiet: bool) -> dict[str, tuple[St
 
 
 def _start(config: EngineConfig, caches: Path) -> StartRun:
-    """Start an engine in a process of its own."""
     result = caches / "start.pickle"
     # The libraries' own variables: everything that is compiled stays below the folder.
     folders = {
@@ -215,7 +214,6 @@ def _kind_fields(kind: str, runs: Sequence[StartRun]) -> dict[str, Any]:
 
 
 def _print(title: str, runs: Mapping[str, Sequence[StartRun]], fields: Mapping[str, Any]) -> None:
-    """Show a table on stdout: a row for each phase, a column for each kind of start."""
     kinds = (f"{kind} ({len(of_kind)})" for kind, of_kind in runs.items())
     table = table_of("phase, s", *kinds, title=f"Starts: {title}")
     for name in phase_names(runs):
