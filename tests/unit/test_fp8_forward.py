@@ -37,7 +37,6 @@ __all__ = ["rounding"]
 
 CPU = torch.device("cpu")
 CONFIG = replace(PRESETS["tiny"], num_layers=2, num_heads=4, num_kv_heads=2, qk_norm=True)
-NUM_BLOCKS, BLOCK_TOKENS, MAX_SEQS = 40, 4, 8
 
 on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="runs Triton's interpreter")
 
