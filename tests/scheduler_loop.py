@@ -38,7 +38,6 @@ class Loop:
         max_model_len: int = MAX_MODEL_LEN,
         prompt_order: PromptOrder = "arrival",
         window: int | None = None,
-        prefix_caching: bool = True,
     ) -> None:
         self.policy, self.chunk_tokens, self.depth = policy, chunk_tokens, depth
         self.max_num_seqs, self.max_model_len = max_num_seqs, max_model_len
@@ -55,7 +54,7 @@ class Loop:
             block_tokens=BLOCK_TOKENS,
             window=window,
             held_tokens=held_tokens,
-            prefix_caching=prefix_caching and window is None,
+            prefix_caching=window is None,
         )
         self.pool = self.scheduler.pool
         self.told: set[bytes] = set()

@@ -61,6 +61,7 @@ def test_times_count_from_the_start_of_the_process_and_phases_stand_in_the_order
     found = read_run(*TOLD, started_s=100.0)
     assert (found.startup_s, found.first_token_s, found.num_missing_graphs) == (7.0, 8.0, 7)
     assert found.seconds == {"process": 0.5, "imports": 3.0, "weights": 2.0, "first token": 0.5}
+    assert list(found.seconds) == ["process", "imports", "weights", "first token"]
     # Whichever kind of start has them, and whenever they ended.
     later = StartPhase("self-check", 5, 6), StartPhase("capture cache", 6, 7)
     cached = dataclasses.replace(found, phases=(*found.phases, *later))

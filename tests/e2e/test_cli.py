@@ -26,11 +26,6 @@ def trace(tmp_path: Path) -> Path:
     return write_trace(tmp_path, *LENGTHS)
 
 
-@pytest.fixture(scope="module")
-def folder(model: Model) -> Path:
-    return model.folder
-
-
 # ---- bench throughput ----
 
 
@@ -92,13 +87,13 @@ def test_no_request_served_is_an_error(tmp_path: Path) -> None:
 
 
 def test_conversations_are_tokenized_with_the_models_tokenizer(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     turns = [{"from": "human", "value": "The dog sleeps"}, {"from": "gpt", "value": "on and on"}]
     conversations = tmp_path / "sharegpt.json"
     conversations.write_text(json.dumps([{"conversations": turns}]))
     arguments = ("bench", "throughput", "--device", "cpu", "--trace", str(conversations), "--json")
-    figures = json.loads(run(*arguments, "--model", str(folder), "--kv-cache-bytes", "4MiB").stdout)
+    figures = json.loads(run(*arguments, "--model", str(model.folder), "--kv-cache-bytes", "4MiB").stdout)
     assert figures["load_format"] == "safetensors"
     assert figures["total_input_tokens"] > 1
     monkeypatch.setattr("bullet_graph.runtime.resolve.PRESETS_OF_BYTES", frozenset())

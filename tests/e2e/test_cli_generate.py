@@ -15,20 +15,15 @@ def generate(*arguments: str, stdin: bytes | None = None) -> Result:
     return run("generate", *TINY, *arguments, stdin=stdin)
 
 
-@pytest.fixture(scope="module")
-def folder(model: Model) -> Path:
-    return model.folder
-
-
-def in_folder(folder: Path, *arguments: str, stdin: bytes | None = None) -> Result:
+def of_model(model: Model, *arguments: str, stdin: bytes | None = None) -> Result:
     sampling = ("--temperature", "0", "--max-tokens", "12", "--ignore-eos")
-    return run("generate", "--model", str(folder), "--device", "cpu", *sampling, *arguments, stdin=stdin)
+    return run("generate", "--model", str(model.folder), "--device", "cpu", *sampling, *arguments, stdin=stdin)
 
 
 @pytest.fixture(scope="module")
-def expected_text(folder: Path) -> str:
+def expected_text(model: Model) -> str:
     """What the engine itself makes of one prompt."""
-    with Engine(str(folder), device="cpu") as engine:
+    with Engine(str(model.folder), device="cpu") as engine:
         params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
         (output,) = engine.generate("The dog", params, use_tqdm=False)
     return output.outputs[0].text
@@ -49,20 +44,20 @@ def test_ids_are_streamed_where_there_is_no_tokenizer() -> None:
     assert result.stderr.endswith("tiny: the weights are random, so its text means nothing\n")
 
 
-def test_text_from_every_source(folder: Path, expected_text: str, tmp_path: Path) -> None:
+def test_text_from_every_source(model: Model, expected_text: str, tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("\nThe dog\n   \n", encoding="utf-8")
     for result in (
-        in_folder(folder, "--prompt", "The dog"),
-        in_folder(folder, "--prompt-file", str(prompts)),
-        in_folder(folder, stdin=b"The dog\n"),
+        of_model(model, "--prompt", "The dog"),
+        of_model(model, "--prompt-file", str(prompts)),
+        of_model(model, stdin=b"The dog\n"),
     ):
         assert result.exit_code == 0, result.output
         assert result.stdout == f"{expected_text}\n"
 
 
-def test_several_prompts_are_labelled_and_in_order(folder: Path, expected_text: str) -> None:
-    result = in_folder(folder, "--prompt", "The dog", "--prompt", "Another prompt", "--n", "2")
+def test_several_prompts_are_labelled_and_in_order(model: Model, expected_text: str) -> None:
+    result = of_model(model, "--prompt", "The dog", "--prompt", "Another prompt", "--n", "2")
     parts = result.stdout.split("=== ")
     assert [part.splitlines()[0] for part in parts[1:]] == [
         "prompt 1, output 1 of 2: The dog",
@@ -74,8 +69,8 @@ def test_several_prompts_are_labelled_and_in_order(folder: Path, expected_text: 
     assert parts[2].endswith(f"The dog\n{expected_text}\n")
 
 
-def test_json_lines(folder: Path, expected_text: str) -> None:
-    result = in_folder(folder, "--json", "--logprobs", "2", "--prompt", "The dog", "--prompt-ids", "5,6")
+def test_json_lines(model: Model, expected_text: str) -> None:
+    result = of_model(model, "--json", "--logprobs", "2", "--prompt", "The dog", "--prompt-ids", "5,6")
     assert result.stderr == ""
     records = {r["request_id"]: r for r in map(json.loads, result.stdout.splitlines())}
     assert set(records) == {"0", "1"}
@@ -92,11 +87,11 @@ def test_json_lines(folder: Path, expected_text: str) -> None:
     assert records["1"]["prompt_token_ids"] == [5, 6]
 
 
-def test_chat_uses_the_models_template(folder: Path) -> None:
+def test_chat_uses_the_models_template(model: Model) -> None:
     variables = ("--chat-template-kwargs", '{"speaker": "dog"}')
-    result = in_folder(folder, "--chat", *variables, "--json", "--prompt", "Hello")
+    result = of_model(model, "--chat", *variables, "--json", "--prompt", "Hello")
     (record,) = map(json.loads, result.stdout.splitlines())
-    with Engine(str(folder), device="cpu") as engine:
+    with Engine(str(model.folder), device="cpu") as engine:
         assert engine.tokenizer is not None
         ids = record["prompt_token_ids"]
         text = engine.tokenizer.decode(ids, skip_special_tokens=False)

@@ -1,6 +1,5 @@
 """What an engine refuses, how it says so, and that it goes on working: models, settings and requests."""
 
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -29,25 +28,13 @@ PROMPT = [5, 17, 30, 8]
 # ---- models and settings that no engine can be built of ----
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("llama")
-    write_checkpoint(folder, "llama", shards=2)
-    return folder
-
-
-@pytest.fixture
-def folder(checkpoint: Path, tmp_path: Path) -> Path:
-    """A checkpoint that the test may break."""
-    return Path(shutil.copytree(checkpoint, tmp_path / "model"))
-
-
-def test_a_folder_without_weights(folder: Path) -> None:
-    for path in folder.glob("*.safetensors*"):
+def test_a_folder_without_weights(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, "llama", shards=2)
+    for path in tmp_path.glob("*.safetensors*"):
         path.unlink()
     with pytest.raises(CheckpointError, match=r"found neither.*dummy"):
-        make_engine(folder)
-    with make_engine(folder, load_format="dummy") as engine:
+        make_engine(tmp_path)
+    with make_engine(tmp_path, load_format="dummy") as engine:
         assert engine.generate("text", GREEDY, use_tqdm=False)[0].error is None
 
 

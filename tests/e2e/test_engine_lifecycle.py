@@ -2,11 +2,11 @@
 
 import gc
 import weakref
-from collections.abc import Callable, Iterator
-from dataclasses import fields, is_dataclass
+from collections.abc import Callable
 
 import pytest
 import torch
+from decoders import tensors_of as tensors_in
 from engines import (
     GREEDY,
     PROMPT,
@@ -32,29 +32,18 @@ def memory_of(engine: Engine) -> list[weakref.ref[torch.Tensor]]:
     executor = engine._executor
     assert isinstance(executor, CpuExecutor)
     decoder = executor._decoder
-    tensors = [*tensors_of(decoder.weights), decoder.cache._data, decoder.cos_sin]
+    tensors = [*tensors_in(decoder.weights).values(), decoder.cache._data, decoder.cos_sin]
     tensors += [forward.hidden.residual for forward in executor._forwards.values()]
     return [weakref.ref(tensor) for tensor in tensors]
 
 
-def tensors_of(weights: object) -> Iterator[torch.Tensor]:
-    """All tensors of a dataclass, those of its parts included."""
-    if isinstance(weights, torch.Tensor):
-        yield weights
-    elif isinstance(weights, tuple):
-        for part in weights:
-            yield from tensors_of(part)
-    elif is_dataclass(weights):
-        for field in fields(weights):
-            yield from tensors_of(getattr(weights, field.name))
-
-
 def fail(patch: pytest.MonkeyPatch, where: str, num_good: int, error: BaseException) -> None:
-    """Let a method raise after ``num_good`` good calls: of attention, deep inside a forward, or of the executor."""
+    """Let a method raise after ``num_good`` good calls: of attention, deep in a forward, the engine or its executor."""
     if where == "slice":
         fail_launches(patch, num_good, error, "prefill")
         return
-    owner, name = (ReferenceAttention, "run") if where == "attention" else (CpuExecutor, where)
+    methods = {"attention": (ReferenceAttention, "run"), "step": (Engine, "step"), "add": (Engine, "add_request")}
+    owner, name = methods.get(where, (CpuExecutor, where))
     original = getattr(owner, name)
     calls = iter(range(num_good))
 
@@ -207,21 +196,13 @@ def test_an_interrupt_loses_the_requests_and_nothing_else(
         assert engine.stats().kv_blocks_used == 0
 
 
-@pytest.mark.parametrize(("method", "num_good"), [("step", 3), ("add_request", 2)])
+@pytest.mark.parametrize(("where", "num_good"), [("step", 3), ("add", 2)])
 def test_an_interrupt_of_a_batch_leaves_nothing_under_way(
-    model: Model, monkeypatch: pytest.MonkeyPatch, method: str, num_good: int
+    model: Model, monkeypatch: pytest.MonkeyPatch, where: str, num_good: int
 ) -> None:
-    original = getattr(Engine, method)
-    calls = iter(range(num_good))
-
-    def interrupted(*args: object, **kwargs: object) -> object:
-        if next(calls, None) is None:
-            raise KeyboardInterrupt
-        return original(*args, **kwargs)
-
     with make_engine(model.folder) as engine:
         with monkeypatch.context() as patch:
-            patch.setattr(Engine, method, interrupted)
+            fail(patch, where, num_good, KeyboardInterrupt())
             with pytest.raises(KeyboardInterrupt):
                 engine.generate([PROMPT] * 4, GREEDY, use_tqdm=False)
         (output,) = engine.generate([PROMPT], GREEDY, use_tqdm=False)

@@ -19,7 +19,6 @@ from engines import (
 )
 
 from bullet_graph import ConfigError, Engine, RequestError, RequestOutput, Slo
-from bullet_graph.planner.plan import PolicyName
 
 # ---- the same tokens in every policy ----
 
@@ -111,21 +110,6 @@ def test_a_change_of_policy_keeps_what_was_learned_of_the_device() -> None:
         engine.set_policy("mixed", EASY)
         assert engine.stats().corrections == learned
         assert engine.stats().num_steps == 0
-
-
-@pytest.mark.parametrize("policy", ["serial", "mixed"])
-def test_the_time_spent_in_each_policy(policy: PolicyName) -> None:
-    with make(policy=policy) as engine:
-        engine.add_request("a", PROMPTS[0], GREEDY)
-        for _ in range(4):
-            engine.step()
-        engine.add_request("b", PROMPTS[3], GREEDY)
-        started_s = engine.now()
-        run_to_end(engine)
-        seconds = engine.stats().policy_seconds
-        assert set(seconds) == {policy, "solo"}
-        assert all(value > 0 for value in seconds.values())
-        assert seconds[policy] < engine.now() - started_s
 
 
 # ---- another policy ----

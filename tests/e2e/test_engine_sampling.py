@@ -88,9 +88,10 @@ def test_without_a_seed_outputs_differ_but_follow_from_the_engine_s(model: Model
 
 
 @at_any_depth
-def test_n_samples_take_the_seeds_that_follow(model: Model) -> None:
-    params = SamplingParams(seed=20, n=4, max_tokens=10, ignore_eos=True, logprobs=1)
-    singles = [SamplingParams(seed=20 + i, max_tokens=10, ignore_eos=True) for i in range(4)]
+@pytest.mark.parametrize("seed", [20, 2**63 - 2])
+def test_n_samples_take_the_seeds_that_follow(model: Model, seed: int) -> None:
+    params = SamplingParams(seed=seed, n=4, max_tokens=10, ignore_eos=True, logprobs=1)
+    singles = [SamplingParams(seed=(seed + i) % 2**63, max_tokens=10, ignore_eos=True) for i in range(4)]
     with make_engine(model.folder, max_num_seqs=3) as engine:
         together, *alone = engine.generate([PROMPT] * 5, [params, *singles], use_tqdm=False)
     assert [completion.index for completion in together.outputs] == [0, 1, 2, 3]

@@ -5,24 +5,22 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoints import Family, write_checkpoint
-from engines import GREEDY, PROMPTS, tokens_of
+from engines import GREEDY, PROMPTS, make_engine, tokens_of
 from fp8_checkpoints import write_fp8_checkpoint
 from safetensors.torch import load_file, save_file
 
-from bullet_graph import Engine, SamplingParams
+from bullet_graph import SamplingParams
 from bullet_graph.errors import CheckpointError
-
-LIMITS = {"device": "cpu", "max_model_len": 128, "max_num_seqs": 8}
 
 
 def generated(model: str | Path, **settings: object) -> list[list[tuple[int, ...]]]:
-    with Engine(str(model), **LIMITS, **settings) as engine:  # type: ignore[arg-type]
+    with make_engine(model, **settings) as engine:
         return [tokens_of(output) for output in engine.generate(PROMPTS, GREEDY, use_tqdm=False)]
 
 
 def scores(model: str | Path, **settings: object) -> torch.Tensor:
     """Log-probabilities of the tokens of a prompt."""
-    with Engine(str(model), **LIMITS, **settings) as engine:  # type: ignore[arg-type]
+    with make_engine(model, **settings) as engine:
         (output,) = engine.generate(PROMPTS[-1], SamplingParams(max_tokens=0, prompt_logprobs=0), use_tqdm=False)
     assert output.prompt_logprobs is not None
     return torch.tensor([entry.logprob for entry in output.prompt_logprobs if entry is not None])
@@ -57,7 +55,7 @@ def test_experts_that_are_quantized_while_loading(tmp_path: Path, family: Family
 def test_an_fp8_cache_has_room_for_more_tokens() -> None:
     tokens = {}
     for kv_cache_dtype in ("auto", "fp8"):
-        with Engine("tiny", **LIMITS, kv_cache_dtype=kv_cache_dtype, kv_cache_bytes=2**22) as engine:  # type: ignore[arg-type]
+        with make_engine(kv_cache_dtype=kv_cache_dtype, kv_cache_bytes=2**22) as engine:
             tokens[kv_cache_dtype] = engine.memory.num_kv_blocks
     # float32 on the CPU.
     assert tokens["fp8"] == 4 * tokens["auto"]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from checkpoints import write_checkpoint
-from cli_runner import parsed, refused, run
+from cli_runner import parsed, refused, run, write_trace
 from engines import GREEDY, make_engine, tokens_of
 from hub_server import Hub, commit_of, point_to, serving_hub
 from huggingface_hub import constants
@@ -70,8 +70,7 @@ def test_a_folder_or_a_preset_comes_before_the_hub(hub: Hub, folder: Path, monke
 
 
 def test_results_name_the_model_and_its_commit(hub: Hub, tmp_path: Path) -> None:
-    trace = tmp_path / "trace.csv"
-    trace.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.0,5,3\n")
+    trace = write_trace(tmp_path, (5, 3))
     arguments = ("--device", "cpu", "--trace", str(trace), "--kv-cache-bytes", "4MiB", "--load-format", "dummy")
     result = parsed(run("bench", "throughput", "--model", REPO, "--revision", "main", *arguments, "--json"))
     assert (result["model"], result["engine"]["revision"]) == (REPO, commit_of(REPO))

@@ -15,7 +15,6 @@ from bullet_graph import Engine, SamplingParams
 
 LONG, SCORED = 600, 120
 """Tokens of the long prompt, and how many of them the perplexity is of."""
-SCORED_IN_FP8 = 120
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 PROMPTS = (
     "The capital of France is",
@@ -86,7 +85,7 @@ def test_tokens_after_a_long_prompt_and_its_perplexity_equal(
 
 
 def test_fp8_costs_the_accuracy_of_its_format_and_no_more(model: Model, long_prompt: list[int]) -> None:
-    scored = long_prompt[:SCORED_IN_FP8]
+    scored = long_prompt[:SCORED]
     plain = _perplexity(model, scored)
     with _fp8_linears(model.network):
         emulated = _perplexity(model, scored)

@@ -6,7 +6,6 @@ import re
 import shlex
 import time
 from pathlib import Path
-from typing import Any
 
 import click
 import pytest
@@ -113,13 +112,9 @@ def test_commands_that_are_written_down_are_accepted(line: str, monkeypatch: pyt
 # ---- single measurements, on the tiny model ----
 
 
-def measured_here(*arguments: str) -> dict[str, Any]:
-    """In the place of a process of its own: the server alone has one."""
-    return parsed(run(*arguments, "--json"))
-
-
 def test_the_server_is_compared_with_the_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_overhead, "measure", measured_here)
+    # Not in a process of its own: the server alone has one.
+    monkeypatch.setattr(server_overhead, "measure", lambda *arguments: parsed(run(*arguments, "--json")))
     path = tmp_path / "overhead.json"
     engine = "--device cpu --max-num-seqs 8 --max-model-len 512 --kv-cache-bytes 4MiB"
     load = ("--trace", "synthetic:conv", "--num-prompts", "3", "--request-rate", "inf")
@@ -127,9 +122,9 @@ def test_the_server_is_compared_with_the_engine(tmp_path: Path, monkeypatch: pyt
     result = CliRunner().invoke(server_overhead.main, [*load, *options, "--output-json", str(path)])
     assert result.exit_code == 0, result.output
     found = json.loads(path.read_text())
-    (run,) = found["runs"]
-    assert run["engine"]["total_input_tokens"] == run["server"]["total_input_tokens"] > 0
-    assert run["server"]["completed"] == run["engine"]["completed"] > 0
+    (both,) = found["runs"]
+    assert both["engine"]["total_input_tokens"] == both["server"]["total_input_tokens"] > 0
+    assert both["server"]["completed"] == both["engine"]["completed"] > 0
     assert found["comparison"].keys() >= set(server_overhead.COMPARED)
 
 
@@ -137,13 +132,13 @@ def test_the_medians_of_the_repeats_are_compared() -> None:
     names = ("p90_ttft_ms", "p90_tpot_ms", "median_itl_ms", "p99_itl_ms", "output_throughput")
     none = dict.fromkeys(names)
 
-    def run(engine: float, server: float) -> dict[str, dict[str, object]]:
+    def measured(engine: float, server: float) -> dict[str, dict[str, object]]:
         return {
             "engine": none | {"median_ttft_ms": engine, "median_tpot_ms": 8.0},
             "server": none | {"median_ttft_ms": server, "median_tpot_ms": 8.0},
         }
 
-    comparison = server_overhead.compare([run(10, 11), run(20, 21), run(90, 500)])
+    comparison = server_overhead.compare([measured(10, 11), measured(20, 21), measured(90, 500)])
     assert comparison["median_ttft_ms"] == {"engine": 20, "server": 21, "percent": 100 * (21 / 20 - 1)}
     assert comparison["median_tpot_ms"]["percent"] == 0
     assert comparison["p99_itl_ms"] == {"engine": None, "server": None, "percent": None}

@@ -13,7 +13,7 @@ from unittest.mock import DEFAULT, Mock, patch
 
 import pytest
 from fakes.fake_driver import FakeDriver, fake_probe
-from fakes.fake_streams import OBJECT_BYTES, FakeLibcuda, object_address, object_bytes
+from fakes.fake_streams import OBJECT_BYTES, RELEASE, FakeLibcuda, object_address, object_bytes
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -40,7 +40,6 @@ from bullet_graph.partition.offsets import DriverId
 from bullet_graph.partition.probe import SmidProbe
 from bullet_graph.partition.smctrl import register
 
-RELEASE = "999.12.34"
 DRIVER = DriverId(13990, RELEASE, "x86_64")
 OFFSET = 0x51C
 AROUND = 0x300, ()

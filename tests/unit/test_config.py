@@ -6,8 +6,6 @@ from pathlib import PurePosixPath
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from bullet_graph.config import SETTINGS, EngineConfig, Policy
 from bullet_graph.errors import ConfigError
@@ -43,12 +41,6 @@ def test_other_policies_are_refused_with_the_forms_allowed(text: str) -> None:
     with pytest.raises(ConfigError, match="serial, mixed, split or auto") as caught:
         Policy.parse(text)
     assert repr(text) in str(caught.value)
-
-
-@given(st.sampled_from(["serial", "mixed"]), st.none() | st.integers(1, 10**6))
-def test_policies_survive_a_round_trip(name: str, chunk_tokens: int | None) -> None:
-    policy = Policy(name, chunk_tokens)  # type: ignore[arg-type]
-    assert Policy.parse(str(policy)) == policy
 
 
 @pytest.mark.parametrize(

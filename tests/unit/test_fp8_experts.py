@@ -27,7 +27,6 @@ from bullet_graph.kernels.triton_ops import TritonOps
 
 __all__ = ["rounding"]
 
-CPU = torch.device("cpu")
 BLOCKS = "fp8 block"
 SIZES = {"moe_intermediate_size": 128}
 SHARED = SIZES | {"shared_expert_intermediate_size": 256}

@@ -60,10 +60,6 @@ def change_config(folder: Path, **changes: Any) -> None:
     replace(path, json.dumps(json.loads(path.read_bytes()) | changes))
 
 
-def test_a_folder_of_links_is_a_model(folder: Path) -> None:
-    read_everything(folder)
-
-
 @pytest.mark.parametrize("name", [*READ_WHOLE, "chat_template.jinja", "model.safetensors"])
 @pytest.mark.parametrize("kind", ["pipe", "device", "folder"])
 def test_what_is_no_regular_file_is_not_read(folder: Path, name: str, kind: str) -> None:

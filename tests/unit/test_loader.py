@@ -11,6 +11,7 @@ import pytest
 import torch
 from checkpoints import EXPERT_FAMILIES, FAMILIES, MORE_FAMILIES, Family, write_checkpoint
 from decoders import dummy_weights, read_weights, tensors_of
+from fp8_checkpoints import change_config
 from safetensors.torch import load_file, save_file
 
 from bullet_graph.errors import CheckpointError
@@ -184,11 +185,6 @@ def misplaced(folder: Path) -> None:
     with_index(json.dumps(content), folder)
 
 
-def with_fewer_layers(folder: Path) -> None:
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 1}))
-
-
 Case = tuple[int, Callable[[Path], object], str]
 
 BROKEN: dict[str, Case] = {
@@ -196,7 +192,7 @@ BROKEN: dict[str, Case] = {
     "all missing": (1, lambda folder: save_file({}, folder / FILE), r"embed_tokens\.weight, .* and 18 more"),
     "no lm_head, untied": (1, partial(edited, drop=HEAD), rf"{HEAD} .*does not tie the embeddings"),
     "unexpected tensor": (1, partial(edited, add={BIAS: torch.zeros(64)}), rf"{BIAS} are present but not called for"),
-    "more layers than the config's": (1, with_fewer_layers, r"model\.layers\.1\..* and 6 more are present but not"),
+    "more layers": (1, partial(change_config, num_hidden_layers=1), r"model\.layers\.1\..* and 6 more are present"),
     "no file": (1, lambda folder: (folder / FILE).unlink(), r"model\.safetensors or .*index\.json; found neither:"),
     "other files": (1, lambda folder: (folder / FILE).rename(folder / "model.bin"), r"neither, but \*\.bin files"),
     "no shard": (3, lambda folder: min(folder.glob("*.safetensors")).unlink(), "names model-00001-of-.*, not in"),

@@ -4,16 +4,13 @@ import re
 from dataclasses import replace
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from bullet_graph.config import KV_BLOCK_TOKENS, EngineConfig, Policy
 from bullet_graph.errors import InsufficientMemoryError
-from bullet_graph.kernels.memory import KVCache
 from bullet_graph.models.config import ModelConfig
 from bullet_graph.models.presets import PRESETS
-from bullet_graph.perf.roofline import kv_cache_bytes_per_token
 from bullet_graph.runtime.memory import GIB, DeviceMemory, MemoryLedger, held_tokens, plan_memory
 
 TINY, LLAMA = PRESETS["tiny"], PRESETS["llama-3.1-8b"]
@@ -59,19 +56,6 @@ def test_an_8b_model_on_one_large_gpu() -> None:
     assert rows["in use before"] == H200.total_bytes - H200.free_bytes == GIB
     assert list(rows)[-2:] == ["left free", "in use before"]
     assert (rows["workspaces"], rows["CUDA graphs"]) == (GIB, 2 * GIB)
-
-
-def test_the_ledger_counts_what_a_cache_really_takes() -> None:
-    ledger = plan(tiny(), DeviceMemory(GIB, GIB))
-    cache = KVCache(
-        TINY,
-        num_blocks=ledger.num_kv_blocks,
-        block_tokens=KV_BLOCK_TOKENS,
-        dtype=torch.float32,
-        device=torch.device("cpu"),
-    )
-    assert cache.layer(0)[0].untyped_storage().nbytes() == ledger.kv_cache_bytes
-    assert KV_BLOCK_TOKENS * kv_cache_bytes_per_token(TINY, dtype_bytes=4) == TINY_BLOCK_BYTES
 
 
 @pytest.mark.parametrize(

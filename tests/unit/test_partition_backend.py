@@ -19,11 +19,6 @@ SPLITS = [SmPartition(tpcs, 66 - tpcs) for tpcs in (8, 12, 16, 24, 32, 48)]
 
 
 @pytest.fixture
-def probe(gpu: FakeDriver) -> SmidProbe:
-    return fake_probe(gpu)
-
-
-@pytest.fixture
 def masks(gpu: FakeDriver) -> MaskBackend:
     return MaskBackend(fake_probe(gpu))
 

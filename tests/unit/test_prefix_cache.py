@@ -90,12 +90,6 @@ def run(loop: Loop) -> int:
     return rows
 
 
-def run_quietly(loop: Loop) -> None:
-    while loop.unfinished:
-        loop.launch()
-        loop.retire()
-
-
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("prompt_tokens", [17, 20])
 def test_a_prompt_is_computed_once_but_for_its_last_block(policy: str, prompt_tokens: int) -> None:
@@ -108,16 +102,6 @@ def test_a_prompt_is_computed_once_but_for_its_last_block(policy: str, prompt_to
     assert again.num_found == 16
     scheduler = loop.scheduler
     assert (scheduler.num_queried_tokens, scheduler.num_found_tokens) == (2 * prompt_tokens, 16)
-
-
-def test_the_next_turn_finds_the_generated_tokens() -> None:
-    loop = Loop("mixed")
-    first = loop.add(TEXT[:6], max_tokens=9)
-    run(loop)
-    # The last token of an output has no keys and values: 14 tokens fill three blocks.
-    turn = loop.add([*first.known_token_ids(0, 15).tolist(), 1, 2, 3], max_tokens=3)
-    assert run(loop) == 18 - 12
-    assert turn.num_found == 12
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -181,16 +165,6 @@ def test_if_the_writer_goes_the_next_one_writes(policy: str, chunk_tokens: int) 
     assert [s.status for s in others] == [Status.FINISHED] * 2
 
 
-def test_salts_keep_apart() -> None:
-    loop = Loop("mixed")
-    for salt in ("a", "b", None):
-        loop.add(TEXT[:20], max_tokens=2, cache_salt=salt)
-    assert run(loop) == 60
-    same = loop.add(TEXT[:20], max_tokens=2, cache_salt="b")
-    run(loop)
-    assert same.num_found == 16
-
-
 def test_a_prompt_that_is_scored_is_computed_but_others_find_it() -> None:
     loop = Loop("mixed")
     first = loop.add(TEXT[:20], n=2, prompt_logprobs=0)
@@ -205,14 +179,19 @@ def test_a_listener_hears_what_is_stored_and_removed() -> None:
     # Eleven blocks, of which the second prompt needs ten.
     loop = Loop("serial", chunk_tokens=1000, spare_blocks=1)
     heard: list[BlocksStored | BlocksRemoved] = []
-    loop.pool.listener = heard.append
+
+    def listen(change: BlocksStored | BlocksRemoved) -> None:
+        heard.append(change)
+        loop.listen(change)
+
+    loop.pool.listener = listen
     keys = keys_of(TEXT[:24], None)
     loop.add(TEXT[:20], max_tokens=1)
-    run_quietly(loop)
+    run(loop)
     loop.add([*TEXT[:24], 1], max_tokens=1)
-    run_quietly(loop)
+    run(loop)
     loop.add(37, max_tokens=1)
-    run_quietly(loop)
+    run(loop)
     first, second, *removed, third = heard
     assert isinstance(first, BlocksStored)
     assert (first.parent, first.keys, first.token_ids.tolist()) == (None, tuple(keys[:5]), TEXT[:20])
@@ -270,14 +249,6 @@ def test_shared_blocks_that_others_hold_need_no_room() -> None:
     loop.launch()
     assert [s.status for s in (first, second)] == [Status.RUNNING] * 2
     loop.drain()
-
-
-def test_without_the_cache_nothing_is_shared() -> None:
-    loop = Loop("mixed", prefix_caching=False)
-    for _ in range(2):
-        loop.add(TEXT[:20], max_tokens=2)
-    assert run(loop) == 40
-    assert loop.scheduler.num_queried_tokens == 0
 
 
 def test_a_sequence_keeps_its_place_when_more_of_it_is_found() -> None:

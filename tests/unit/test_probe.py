@@ -14,11 +14,6 @@ from bullet_graph.partition.driver import CudaDriver
 from bullet_graph.partition.probe import MAX_TOGETHER, PTX, THREADS_PER_BLOCK, SmidProbe
 
 
-@pytest.fixture
-def probe(gpu: FakeDriver) -> SmidProbe:
-    return SmidProbe(driver=CudaDriver(gpu))
-
-
 def make_stream(gpu: FakeDriver, probe: SmidProbe, *sms: int) -> int:
     """A stream confined to these SMs, or to none in particular."""
     stream = probe.driver.create_stream()

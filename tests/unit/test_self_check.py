@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from decoders import new_decoder
+from engines import Launches, before_launch
 
 from bullet_graph.kernels.ops import TorchOps
 from bullet_graph.models.decoder import Decoder
@@ -17,9 +18,9 @@ from bullet_graph.runtime.capture_build import exercise
 from bullet_graph.runtime.cpu import CpuExecutor
 from bullet_graph.runtime.rows import Rows
 from bullet_graph.runtime.self_check import FP8_TOLERANCE, SelfCheck, SelfCheckPoint, reference_logits
-from bullet_graph.runtime.step import Int32Array, Placement, Step
+from bullet_graph.runtime.step import Int32Array
 
-CPU, CONFIG = torch.device("cpu"), PRESETS["tiny"]
+CONFIG = PRESETS["tiny"]
 EAGER = eager_functions(TorchOps())
 
 
@@ -115,14 +116,8 @@ def test_sizes(sizes: tuple[int, ...], sample: bool, compared: list[int]) -> Non
 def test_forwards_of_each_kind_are_run(
     monkeypatch: pytest.MonkeyPatch, num_blocks: int, max_rows: int, max_num_seqs: int, prompts: int, mixed: int
 ) -> None:
-    launched: list[tuple[Step, Placement]] = []
-    launch = CpuExecutor.launch
-
-    def noted(self: CpuExecutor, step: Step, placement: Placement) -> int:
-        launched.append((step, placement))
-        return launch(self, step, placement)
-
-    monkeypatch.setattr(CpuExecutor, "launch", noted)
+    launched: Launches = []
+    before_launch(monkeypatch, lambda *launch: launched.append(launch))
     executor = CpuExecutor(tiny_decoder(num_blocks=num_blocks), max_num_seqs=max_num_seqs)
     exercise(executor, max_rows=max_rows, max_num_seqs=max_num_seqs, max_model_len=4096, num_kv_blocks=num_blocks)
     alone = {(len(s.prefill.token_ids), p.lane) for s, p in launched if s.prefill and not s.decode}

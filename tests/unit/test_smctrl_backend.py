@@ -37,11 +37,6 @@ def gpu(libcuda: FakeLibcuda) -> FakeDriver:
 
 
 @pytest.fixture
-def probe(gpu: FakeDriver) -> SmidProbe:
-    return fake_probe(gpu)
-
-
-@pytest.fixture
 def cache(tmp_path: Path) -> Path:
     return tmp_path / "offsets.json"
 

@@ -5,22 +5,7 @@ import time
 import pytest
 from engines import GREEDY, make_engine, run_to_end
 
-from bullet_graph.perf.start_report import StartClock, StartPhase, StartReport
-
-
-def test_phases_add_up_by_name_and_may_overlap() -> None:
-    report = StartReport(
-        100.0,
-        9.0,
-        (
-            StartPhase("imports", -2.0, -0.5),
-            StartPhase("weights", 1.0, 6.0),
-            StartPhase("decode graphs", 2.0, 3.0),
-            StartPhase("decode graphs", 5.0, 7.5),
-        ),
-    )
-    assert report.seconds == {"imports": 1.5, "weights": 5.0, "decode graphs": 3.5}
-    assert list(report.seconds) == ["imports", "weights", "decode graphs"]
+from bullet_graph.perf.start_report import StartClock
 
 
 def test_a_clock_counts_from_its_making() -> None:

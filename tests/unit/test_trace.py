@@ -205,12 +205,8 @@ raise RuntimeError("the engine failed")
 # ---- reading what is damaged, or no trace ----
 
 
-@pytest.fixture
-def run_file(tmp_path: Path) -> Path:
-    return write(tmp_path / "run.jsonl", RUN)
-
-
-def test_a_last_line_cut_short_is_left_out(tmp_path: Path, run_file: Path) -> None:
+def test_a_last_line_cut_short_is_left_out(tmp_path: Path) -> None:
+    run_file = write(tmp_path / "run.jsonl", RUN)
     for cut in (2, 10):
         content = run_file.read_bytes()[:-cut]
         (tmp_path / "cut.jsonl").write_bytes(content)
