@@ -45,6 +45,8 @@ def test_prompts_that_come_while_others_decode(
         outputs |= {name: states[-1] for name, states in run_to_end(engine).items()}
         assert [tokens_of(outputs[str(i)])[0] for i in range(len(PROMPTS))] == expected
         assert engine.stats().kv_blocks_used == 0
+        if policy != "auto":
+            assert engine.stats().policy_seconds.keys() == {engine.config.policy.name, "solo"}
 
 
 @short_slices

@@ -20,7 +20,7 @@ from ranks_in_threads import thread_communicators
 
 from bullet_graph.captures.store import CaptureStore
 from bullet_graph.config import EngineConfig
-from bullet_graph.errors import CacheError, CaptureCacheWarning, PartitionError
+from bullet_graph.errors import CacheError, CaptureCacheWarning
 from bullet_graph.graphs.compiled import LayerPart
 from bullet_graph.kernels.flashinfer_attention import load_module, needed_modules
 from bullet_graph.kernels.gpu import Gpu
@@ -157,24 +157,22 @@ def test_an_offset_that_does_not_hold_is_a_problem_of_the_start(
     driver = DriverId(99000, "999.1", "x86_64")
     monkeypatch.setattr(capture_cache, "identify_driver", lambda: driver)
     monkeypatch.setattr(capture_cache, "fingerprint_of", lambda _: FINGERPRINT)
-
-    def refuse(offset: int) -> None:
-        raise PartitionError(f"{offset:#x} does not hold")
-
-    monkeypatch.setattr(capture_cache, "prove", refuse)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     proven = remember(driver, 0x51C, tmp_path / "proven.json")
     files = {"triton/KEY/gemm.cubin": b"cubin", capture_cache.MASK_OFFSET: proven.read_bytes()}
     entry = build(CaptureStore(tmp_path / "store"), files=files)
     config = EngineConfig(model="tiny", capture_cache=str(tmp_path / "store"))
     runtime: Any = SimpleNamespace(device=torch.device("cuda"))
+    # The real proof: without a GPU, no child process can honour a mask.
     with (
-        pytest.warns(CaptureCacheWarning, match="0x51c does not hold"),
+        pytest.warns(CaptureCacheWarning, match="offset 0x51c must hold for other masks in a fresh process"),
         capture_cache.open_capture_entry(config, runtime, PLAN) as captured,
     ):
         pass
     assert captured.use.entry_id == entry.entry_id, "the rest is used"
     (problem,) = captured.use.problems
-    assert problem == f"the SM-mask offset of entry {entry.entry_id} is not used: 0x51c does not hold"
+    assert problem.startswith(f"the SM-mask offset of entry {entry.entry_id} is not used: offset 0x51c must hold")
+    assert remembered(driver) is None
 
 
 def test_a_table_is_found_whatever_plan_and_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
