@@ -230,7 +230,7 @@ def fleet_rows(folder: Path) -> Iterator[str]:
     for source in read_results(folder) if folder.is_dir() else ():
         for one in dicts(source.fields.get("systems")) if source.name.startswith("fleet_") else ():
             short = "\\*" if (source.fields["arrival_seconds"] or 0) < LEAST_SECONDS else ""
-            targets = source.fields["slo"].replace("ms", "")
+            targets = "/".join(part.partition(":")[2].removesuffix("ms") for part in source.fields["slo"].split())
             key = source.fields["trace"].partition(":")[2], targets, one["machines"], short
             rows.setdefault(key, {})[one["gb_per_s"] or 0.0] = one
 
@@ -270,16 +270,16 @@ def simulated_rows(folder: Path) -> Iterator[str]:
 
 INTRODUCTION = """# Measurements
 
-Written by `python -m bench.report` from the JSON files in `{folder}`.
+Written by `python -m bench.report` from `{folder}`.
 Machine: {device}, driver {driver}, {versions}. Weights are random, in the models' shapes.
 
-**How to read the ratios.** "Ratio" is this engine over the best peer setting: goodput should be high, times and energy
-low. The peer may take another setting for each row; this engine runs `auto`, and its best setting all at once. Goodput
-is the highest rate at which 90 % of the requests (`goodput_99`: 99 %) meet both targets. "Short": runs of 9 to
-20 s, too short for queues; they flatter rates. "<" is the lowest rate at which the peer failed: where its search ended
-early, the ratio is a range, or a bound. "Limit" is the time of the same kernels alone, on the same card under its power
-cap, or of the bytes at a copy's rate. Cards of one name differ by some 4 %: only figures of one file, or of one card,
-compare.
+**How to read the ratios.** "Ratio" is this engine over the best peer setting: goodput should be high, times and
+energy low. The peer may take another setting for each row; this engine runs `auto`, and its best setting all at once.
+Goodput is the highest rate at which 90 % of the requests (`goodput_99`: 99 %) meet both targets. "Short": runs of 9
+to 20 s, which flatter rates. "<" is the lowest rate at which the peer failed: where its search ended early, the ratio
+is a range or bound. "Limit" is the time of the same kernels alone, on the same card under its power cap, or of the
+bytes at a copy's rate. Cards of one name differ by some 4 %: only figures of one file, or of one card, compare.
+Figures are of their file's date: the engine has changed since.
 
 ## Headline figures
 
@@ -306,10 +306,10 @@ FLEETS = """
 ## Sharing each GPU, or dividing the fleet
 
 Simulated by `python -m bench.fleet` from the H200's tables for llama-3.1-8b: goodput_90 per GPU, within 5 %. "Shared":
-each GPU runs `auto`. "Divided": at GB/s of each GPU's link, with the best number of prefill GPUs (in brackets). Bold:
-sharing wins. \\*: less than 120 s of arrivals.
+`auto` on each GPU. "Divided": at GB/s of each GPU's link (best number of prefill GPUs; of 1,000, as of 100). Bold:
+sharing wins. \\*: < 120 s of arrivals.
 
-| trace, targets in ms | GPUs | shared | divided ÷ shared |
+| trace, TTFT/TPOT in ms | GPUs | shared | divided ÷ shared |
 | --- | ---: | ---: | --- |
 """
 SIMULATED = """

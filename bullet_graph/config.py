@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, field, fields, replace
 from pathlib import PurePath
-from types import MappingProxyType, NoneType
+from types import MappingProxyType, NoneType, UnionType
 from typing import Any, Literal, cast, get_args, get_origin, get_type_hints
 
 from bullet_graph.errors import ConfigError
@@ -113,7 +113,7 @@ class Setting:
     minimum: int | None = None
     parse: Callable[[str], Any] | None = None
     wanted: str = ""
-    holds: Callable[[Any], bool] = lambda value: isinstance(value, str) and value != ""
+    holds: Callable[[Any], bool] = lambda value: value != ""
     flag: str | None = None
     secret: bool = False
     name: str = ""
@@ -134,9 +134,23 @@ class Setting:
             _require_count(self.name, value, self.minimum)
         choices = self.choices
         wanted = f"one of {', '.join(choices)}" if choices else self.wanted
-        if wanted and not (value in choices if choices else self.holds(value)):
+        fits = value in choices if choices else _is_a(value, self.hint) and (not wanted or self.holds(value))
+        if not fits:
+            wanted = wanted or f"of type {inspect.formatannotation(self.hint)}"
             found = "another" if self.secret else repr(value)
             raise ConfigError(f"{self.name} must be {wanted}, got {found}")
+
+
+def _is_a(value: object, hint: Any) -> bool:
+    inner = get_args(hint)
+    if isinstance(hint, UnionType):
+        return any(_is_a(value, each) for each in inner)
+    if get_origin(hint) is tuple:
+        return isinstance(value, tuple) and all(_is_a(each, inner[0]) for each in value)
+    if hint in (int, float):
+        # A bool is an int, and an int is a float.
+        return isinstance(value, int | hint) and not isinstance(value, bool)
+    return isinstance(value, hint)
 
 
 def setting(default: Any, text: str, **details: Any) -> Any:
@@ -183,7 +197,7 @@ class EngineConfig:
         "in proportion to r^-S, at most all of them.",
         metavar="uniform|zipf:S",
         wanted="uniform, or zipf:S with a number such as zipf:0.8",
-        holds=lambda text: isinstance(text, str) and re.fullmatch(_ROUTER_SKEW, text) is not None,
+        holds=lambda text: re.fullmatch(_ROUTER_SKEW, text) is not None,
     )
     dtype: DtypeName = setting(
         "auto",
@@ -292,7 +306,7 @@ class EngineConfig:
         0.9,
         "Share of the device's memory that the engine may fill, in (0, 1].",
         wanted="in (0, 1]",
-        holds=lambda share: isinstance(share, int | float) and 0 < share <= 1,
+        holds=lambda share: 0 < share <= 1,
     )
     kv_cache_bytes: int | None = setting(
         None,
