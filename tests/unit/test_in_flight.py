@@ -164,7 +164,7 @@ def test_first_and_last_tokens_are_awaited() -> None:
 
 # ---- stalls, and what lanes are counted to use ----
 
-CONFIG = EngineConfig(model="llama-3.1-8b", max_num_seqs=16, policy="split:48")  # type: ignore[arg-type]
+CONFIG = EngineConfig.of("llama-3.1-8b", max_num_seqs=16, policy="split:48")
 
 
 @pytest.fixture
