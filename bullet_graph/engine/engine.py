@@ -4,6 +4,7 @@ import atexit
 import dataclasses
 import inspect
 import itertools
+import math
 import os
 import time
 import traceback
@@ -201,6 +202,10 @@ class Engine:
             raise RequestError(f"request_id must be a str, got {request_id!r:.80}")
         if request_id in self._core.requests:
             raise RequestError(f"request id {request_id!r} is in use")
+        if not isinstance(slo, Slo | None):
+            raise RequestError(f"slo must be targets, such as Slo(ttft_ms=500), or None, got {slo!r:.80}")
+        if arrival_s is not None and not (isinstance(arrival_s, int | float) and math.isfinite(arrival_s)):
+            raise RequestError(f"arrival_s must be a time of now(), in seconds, or None, got {arrival_s!r:.80}")
         arrival = executor.now() if arrival_s is None else arrival_s
         request = self._admission.request(
             request_id,

@@ -1,5 +1,6 @@
 """What an engine refuses, how it says so, and that it goes on working: models, settings and requests."""
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -178,6 +179,11 @@ def test_params_and_ids_of_another_type_are_refused(engine: Engine, params: obje
     assert "SamplingParams" in str(bad.error)
     with pytest.raises(RequestError, match="request_id must be a str"):
         engine.add_request(params, PROMPT)  # type: ignore[arg-type]
+    with pytest.raises(RequestError, match="slo must be targets"):
+        engine.add_request("bad", PROMPT, slo=params)  # type: ignore[arg-type]
+    for arrival_s in (math.nan, str(params)):
+        with pytest.raises(RequestError, match="arrival_s must be a time"):
+            engine.add_request("bad", PROMPT, arrival_s=arrival_s)  # type: ignore[arg-type]
     assert not engine.has_unfinished_requests()
 
 
