@@ -27,6 +27,9 @@ from bullet_graph.runtime.profile import Prepared
 from bullet_graph.runtime.ranks import Message, make_communicators
 from bullet_graph.runtime.resolve import Runtime
 
+_LAST_S = 2.0
+"""A rank that has failed ends by itself after this time."""
+
 
 class Follower:
     """Builds this rank's executor and replays rank 0's calls on it, until it is told to stop."""
@@ -127,7 +130,9 @@ def main() -> None:
     except Exception as error:
         with suppress(OSError):
             connection.send(("failed", time.monotonic(), type(error), str(error)))
-        # At once: threads of libraries may wait for other ranks.
+        # Rank 0 ends this process, or the thread that reads does if rank 0 is gone.
+        time.sleep(_LAST_S)
+        # Threads of libraries may wait for other ranks.
         os._exit(1)
 
 
