@@ -306,7 +306,7 @@ FLEETS = """
 ## Sharing each GPU, or dividing the fleet
 
 Simulated by `python -m bench.fleet` from the H200's tables for llama-3.1-8b: goodput_90 per GPU, within 5 %. "Shared":
-`auto` on each GPU. "Divided": at GB/s of each GPU's link (best number of prefill GPUs; of 1,000, as of 100). Bold:
+`auto` on each GPU. "Divided": at GB/s of each GPU's link (prefill GPUs: the best; 1,000 scaled from 100). Bold:
 sharing wins. \\*: < 120 s of arrivals.
 
 | trace, TTFT/TPOT in ms | GPUs | shared | divided ÷ shared |

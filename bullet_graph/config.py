@@ -132,11 +132,12 @@ class Setting:
             return
         if self.minimum is not None:
             _require_count(self.name, value, self.minimum)
-        choices = self.choices
-        wanted = f"one of {', '.join(choices)}" if choices else self.wanted
-        fits = value in choices if choices else _is_a(value, self.hint) and (not wanted or self.holds(value))
+        if choices := self.choices:
+            wanted, fits = f"one of {', '.join(choices)}", value in choices
+        else:
+            wanted = self.wanted or f"of type {inspect.formatannotation(self.hint)}"
+            fits = _is_a(value, self.hint) and (not self.wanted or self.holds(value))
         if not fits:
-            wanted = wanted or f"of type {inspect.formatannotation(self.hint)}"
             found = "another" if self.secret else repr(value)
             raise ConfigError(f"{self.name} must be {wanted}, got {found}")
 
@@ -409,8 +410,8 @@ EngineConfig.__doc__ = f"{EngineConfig.__doc__}\nSettings:\n" + "\n".join(
 )
 
 
-def _require_count(name: str, value: object, minimum: int = 1) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
+def _require_count(name: str, value: Any, minimum: int = 1) -> None:
+    if not _is_a(value, int) or value < minimum:
         raise ConfigError(f"{name} must be an integer of at least {minimum}, got {value!r}")
 
 

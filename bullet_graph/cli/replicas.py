@@ -156,8 +156,8 @@ def main() -> None:
     logging.basicConfig(format="%(message)s")
     connection = Connection(int(sys.argv[1]))
     served: Served = connection.recv()
-    front = connection, served.path.parent
-    threading.Thread(target=_end_with_the_front, args=front, name="bullet-graph-front", daemon=True).start()
+    watched = {"connection": connection, "folder": served.path.parent}
+    threading.Thread(target=_end_with_the_front, kwargs=watched, name="bullet-graph-front", daemon=True).start()
     ended = False
     try:
         ended = _serve(connection, served)

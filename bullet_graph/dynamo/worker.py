@@ -209,7 +209,7 @@ def _as_dynamo_error(error: Exception) -> Exception:
     told = ApiError.of(error)
     message, meant = told.body["error"]["message"], InvalidArgument
     if told.status == HTTPStatus.SERVICE_UNAVAILABLE:
-        # It then leaves this worker alone, for which a full queue is no reason, and may ask another one.
+        # The frontend then stops asking this worker. A full queue (429) must not do that.
         meant = EngineShutdown
     elif told.status >= HTTPStatus.TOO_MANY_REQUESTS:
         meant = partial(HttpError, told.status)

@@ -328,10 +328,10 @@ class Scheduler:
         return sequence.block_keys[:num_blocks]
 
     def _look_up(self, sequence: Sequence, least: int = AWAITED_BLOCKS) -> list[int]:
-        """Find the blocks that a waiting sequence can share, and the key of ``least`` others, which it awaits."""
+        """Find the blocks that a waiting sequence can share, and the key that it awaits."""
         keys = self._keys_to_find(sequence)
         found = self.pool.find(keys)
-        # Who writes the last of them also writes the others.
+        # It awaits ``least`` blocks that it lacks. The sequence that writes the last of them also writes the others.
         last = len(found) + least - 1
         awaited_key = keys[last] if last < len(keys) else None
         self.queue.expect(sequence, len(found) * self.pool.block_tokens, awaited_key)

@@ -136,7 +136,7 @@ class Planner:
 
     def _unhurried_ms(self, decode: DecodeLoad, step_ms: float) -> float:
         """The interval between steps of decode alone that targets allow, or 0 if a step lasts as long."""
-        # The more sequences share a slower step, the less energy each takes for reading the weights.
+        # More sequences share a slower step, and with it the energy of reading the weights. One alone shares nothing.
         allowed_ms = TUNING.unhurried_share * min(decode.budget_ms, decode.target_ms)
         if step_ms < allowed_ms < math.inf and decode.batch_size > 1:
             return min(allowed_ms, TUNING.unhurried_ratio * step_ms)

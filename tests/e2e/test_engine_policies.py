@@ -37,6 +37,7 @@ def test_prompts_that_come_while_others_decode(
     model: Model, expected: list[tuple[int, ...]], policy: str, slo: Slo
 ) -> None:
     with make(model, policy, slo=slo) as engine:
+        started_s = engine.now()
         outputs: dict[str, RequestOutput] = {}
         for i, prompt in enumerate(PROMPTS):
             engine.add_request(str(i), prompt, GREEDY)
@@ -46,7 +47,10 @@ def test_prompts_that_come_while_others_decode(
         assert [tokens_of(outputs[str(i)])[0] for i in range(len(PROMPTS))] == expected
         assert engine.stats().kv_blocks_used == 0
         if policy != "auto":
-            assert engine.stats().policy_seconds.keys() == {engine.config.policy.name, "solo"}
+            seconds = engine.stats().policy_seconds
+            assert seconds.keys() == {engine.config.policy.name, "solo"}
+            assert all(value > 0 for value in seconds.values())
+            assert seconds[engine.config.policy.name] < engine.now() - started_s
 
 
 @short_slices
