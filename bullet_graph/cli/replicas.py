@@ -30,6 +30,8 @@ from bullet_graph.serve.settings import ServeSettings
 
 _STOP_TIMEOUT_S = 40.0
 """For idle engines to shut down."""
+_LAST_S = 2.0
+"""An engine whose start has failed ends by itself after this time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,12 +159,16 @@ def main() -> None:
     connection = Connection(int(sys.argv[1]))
     served: Served = connection.recv()
     watched = {"connection": connection, "folder": served.path.parent}
-    threading.Thread(target=_end_with_the_front, kwargs=watched, name="bullet-graph-front", daemon=True).start()
+    watcher = threading.Thread(target=_end_with_the_front, kwargs=watched, name="bullet-graph-front", daemon=True)
+    watcher.start()
     ended = False
     try:
         ended = _serve(connection, served)
     except BulletGraphError as error:
-        connection.send((type(error), str(error)))
+        with suppress(OSError):
+            connection.send((type(error), str(error)))
+        # The front ends this process, or the watcher does if the front is gone.
+        watcher.join(_LAST_S)
     sys.stderr.flush()
     # An ordinary exit would wait for a thread that is stuck in the device, and for the one that reads.
     os._exit(0 if ended else EXIT_ERROR)
