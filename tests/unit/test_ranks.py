@@ -2,7 +2,7 @@
 
 import threading
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import Mock, call
 
 import pytest
 
@@ -33,19 +33,26 @@ def test_a_failure_is_told_though_an_abort_fails() -> None:
 
 
 def test_a_failure_is_told_though_the_driver_holds_an_abort_back() -> None:
-    ranks, entered, held, other = Ranks(1), threading.Event(), threading.Event(), Mock()
+    ranks, entered, held = Ranks(1), threading.Event(), threading.Event()
 
     def hold() -> None:
         entered.set()
         held.wait(5)
 
-    ranks.communicators = {"decode": Mock(abort=hold), "prefill": other}
+    ranks.communicators = {"decode": Mock(abort=hold)}
     failing = threading.Thread(target=ranks.fail, args=(RankError("rank 1 ended"),), daemon=True)
     failing.start()
     assert entered.wait(10)
-    other.abort.assert_called_once()
     with pytest.raises(RankError, match="rank 1 ended"):
         ranks.gather("built")
     held.set()
     failing.join()
+    ranks.stop()
+
+
+def test_sums_in_peer_memory_are_ended_before_nccl_s() -> None:
+    ranks, ended = Ranks(1), Mock()
+    ranks.communicators = {"decode": ended.decode, "prefill": ended.prefill}
+    ranks.fail(RankError("rank 1 ended"))
+    assert ended.mock_calls == [call.decode.abort(), call.prefill.abort()]
     ranks.stop()
