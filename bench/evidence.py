@@ -1,8 +1,6 @@
 """What the JSON files of results hold: measurements, and comparisons of this engine with peers."""
 
 import json
-import re
-import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,8 +14,6 @@ from bullet_graph.perf.goodput_search import SHARES, Goodput, RateRun
 OWN = "bullet_graph"
 CLAIMED = "bullet_graph auto"
 Run: TypeAlias = dict[str, Any]
-
-_WRITTEN = re.compile(r" --(output-json|(?:vllm|sglang)-log) ('[^']*'|\S+)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,12 +49,9 @@ class Source:
         return cards.pop() if len(cards) == 1 else None
 
     @property
-    def command(self) -> str | None:
-        """The command line that made the file, as the file records it, but for the files that it wrote."""
-        lines = (one.get("argv") or one.get("command") or "" for one in self.entries)
-        found = (line if isinstance(line, str) else shlex.join(line) for line in lines)
-        words = [_WRITTEN.sub("", word) for word in dict.fromkeys(found) if word]
-        return f"`{words[0]}`" + (f" and {len(words) - 1} more" if words[1:] else "") if words else None
+    def has_command(self) -> bool:
+        """Whether the file records the command line that made it."""
+        return any(one.get("argv") or one.get("command") for one in self.entries)
 
     @property
     def is_comparison(self) -> bool:

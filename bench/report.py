@@ -68,11 +68,11 @@ class Row:
 
 
 def goodput_rows(task: Task) -> Iterator[Row]:
-    """Goodputs beside the best peer setting's, unless this engine has none; of short searches only that of 90 %."""
+    """Goodputs beside the best peer setting's, unless this engine has none; short runs, which flatter, tell none."""
     for share in SHARES if CLAIMED in task.own else ():
         own, peers = task.searched(share)
         here = own.goodput.rate
-        if here is None or (share > min(SHARES) and not own.sustained):
+        if here is None or not own.sustained:
             continue
         best = max(peers, key=lambda one: one.goodput.rate or 0.0)
         there, ceiling = best.goodput.rate, max(one.goodput.below or math.inf for one in peers)
@@ -86,13 +86,11 @@ def goodput_rows(task: Task) -> Iterator[Row]:
                 shown += f" (< {ceiling:.3g})"
             if ceiling == math.inf:
                 continue  # the peer's search has not ended
-        name, texts = "goodput (short)", [own.text, shown]
-        if own.sustained:
-            name = f"goodput_{100 * share:.0f}"
-            tails = ((one.best_run or {}).get("p99_ttft_ms") for one in (own, best))
-            ends = ("" if tail is None else f", p99 TTFT {tail:,.0f} ms" for tail in tails)
-            texts = [text + end for text, end in zip(texts, ends, strict=True)]
-        yield Row(f"{name}, {task.model}, {task.short}", *texts, ratio, file=task.source.name)
+        tails = ((one.best_run or {}).get("p99_ttft_ms") for one in (own, best))
+        ends = ("" if tail is None else f", p99 TTFT {tail:,.0f} ms" for tail in tails)
+        texts = (text + end for text, end in zip((own.text, shown), ends, strict=True))
+        name = f"goodput_{100 * share:.0f}, {task.model}, {task.short}"
+        yield Row(name, *texts, ratio, file=task.source.name)
 
 
 def load_rows(task: Task, sources: Sequence[Source]) -> Iterator[Row]:
@@ -189,8 +187,8 @@ def start_rows(sources: Sequence[Source]) -> Iterator[Row]:
 # ---- what is worse ----
 
 
-def worse_rows(task: Task) -> Iterator[str]:
-    """Figures of this engine that are worse than the best peer setting's at the same load."""
+def worse_rows(task: Task, gpu: str = "") -> Iterator[str]:
+    """Figures of this engine that are worse than the best peer setting's at the same load, on a ``gpu`` if named."""
     own = task.own.get(CLAIMED) or next(iter(task.own.values()))
     cells = ["–", "–", "–"]
     if task.is_search and CLAIMED in task.own:
@@ -218,7 +216,7 @@ def worse_rows(task: Task) -> Iterator[str]:
         on_time = [figure_of(cell, rate, "slo_attainment") or 0.0 for cell in (own, *task.peers.values())]
         load += f" ({100 * on_time[0]:.0f} and {100 * max(on_time[1:]):.0f} % on time)"
     if worse:
-        yield f"| {task.model}, {task.short} | {' | '.join(cells)} | {load}: {told} |"
+        yield f"| {gpu}{task.model}, {task.short} | {' | '.join(cells)} | {load}: {told} |"
 
 
 # ---- fleets ----
@@ -259,11 +257,9 @@ def simulated_rows(folder: Path) -> Iterator[str]:
             for name, scale, digits in (("slo_attainment", 100, 1), ("median_tpot_ms", 1, 1), ("p99_ttft_ms", 1, 0))
         )
         others = " / ".join(f"{100 * row['on_time'][policy]:.1f}" for policy in ("mixed", "split"))
-        workload = row["workload"].rpartition(":")[2]
-        yield (
-            f"| {row['model']}, {workload}, {row['request_rate']:.3g}/s | {' | '.join(cells)} | {others} | "
-            f"{100 * row['split_share']:.0f} |"
-        )
+        name = f"{row['gpu'].upper()}: {row['model']}, {row['workload'].rpartition(':')[2]}"
+        split = f"{100 * row['split_share']:.0f}"
+        yield f"| {name}, {row['request_rate']:.3g}/s | {' | '.join(cells)} | {others} | {split} |"
 
 
 # ---- the report ----
@@ -275,11 +271,11 @@ Machine: {device}, driver {driver}, {versions}. Weights are random, in the model
 
 **How to read the ratios.** "Ratio" is this engine over the best peer setting: goodput should be high, times and
 energy low. The peer may take another setting for each row; this engine runs `auto`, and its best setting all at once.
-Goodput is the highest rate at which 90 % of the requests (`goodput_99`: 99 %) meet both targets. "Short": runs of 9
-to 20 s, which flatter rates. "<" is the lowest rate at which the peer failed: where its search ended early, the ratio
-is a range or bound. "Limit" is the time of the same kernels alone, on the same card under its power cap, or of the
-bytes at a copy's rate. Cards of one name differ by some 4 %: only figures of one file, or of one card, compare.
-Figures are of their file's date: the engine has changed since.
+Goodput is the highest rate at which 90 % of the requests (`goodput_99`: 99 %) meet both targets, in runs of two
+minutes or more. "<" is the lowest rate at which the peer failed: where its search ended early, the ratio is a range or
+bound. "Limit" is the time of the same kernels alone, on the same card under its power cap, or of the bytes at a copy's
+rate. Cards of one name differ by some 4 %: only figures of one file, or of one card, compare. Figures are of their
+file's date: the engine has changed since.
 
 ## Headline figures
 
@@ -318,10 +314,15 @@ SIMULATED = """
 Sustained runs of `auto`: measured / simulated with the current planner (`python -m bench.simulator_error`); then
 who is on time under `mixed` and `split`, simulated, and the share of device time that `auto` runs split.
 
-| model, requests, rate | on time, % | median TPOT, ms | p99 TTFT, ms | `mixed` / `split` | split, % |
+| GPU, model, requests, rate | on time, % | median TPOT, ms | p99 TTFT, ms | `mixed` / `split` | split, % |
 | --- | ---: | ---: | ---: | ---: | ---: |
 """
-FILES = "\n## Files\n\nEach file names its device, versions and commit.\n\n"
+FILES = """
+## Files
+
+Each file has its command (`argv`), device, versions and commit; those with † are older and lack the command.
+
+"""
 
 
 def headlines(sources: Sequence[Source], tasks: Sequence[Task]) -> list[Row]:
@@ -340,8 +341,8 @@ def _newest(sources: Sequence[Source]) -> dict[str, Any]:
     return max(found, key=lambda p: str(p.get("date_utc") or ""), default={})
 
 
-def other_gpus(results: Path, own: str) -> Iterator[str]:
-    """A section for each folder of another GPU; CPUs and simulations are none."""
+def other_gpus(results: Path, own: str) -> Iterator[tuple[str, list[str]]]:
+    """For each folder of another GPU its section, and rows of what is worse; CPUs and simulations are none."""
     for folder in sorted(f for f in results.iterdir() if f.is_dir()):
         if folder.name in ("cpu", "simulated", Path(own).name):
             continue
@@ -350,7 +351,9 @@ def other_gpus(results: Path, own: str) -> Iterator[str]:
         if newest.get("device_uuid"):
             driver = newest.get("driver_version", "unknown")
             head = OTHER_GPU.format(device=newest["device_name"], driver=driver, folder=folder.name)
-            yield head + TABLE + "\n".join(map(str, headlines(sources, tasks_of(sources))))
+            tasks, gpu = tasks_of(sources), f"{folder.name.upper()}: "
+            worse = [line for task in tasks for line in worse_rows(task, gpu)]
+            yield head + TABLE + "\n".join(map(str, headlines(sources, tasks))), worse
 
 
 def make_report(sources: Sequence[Source], folder: str, pictures: str, simulations: Path) -> str:
@@ -360,7 +363,8 @@ def make_report(sources: Sequence[Source], folder: str, pictures: str, simulatio
     """
     newest = _newest(sources)
     versions = newest.get("versions") or {}
-    tasks = tasks_of(sources)
+    tasks, others = tasks_of(sources), list(other_gpus(simulations.parent, folder))
+    worse = [*(line for task in tasks for line in worse_rows(task)), *(line for _, lines in others for line in lines)]
     simulated, fleets = "\n".join(simulated_rows(simulations)), "\n".join(fleet_rows(simulations))
     head = INTRODUCTION.format(
         folder=folder,
@@ -372,20 +376,13 @@ def make_report(sources: Sequence[Source], folder: str, pictures: str, simulatio
         head + TABLE + "\n".join(map(str, headlines(sources, tasks))),
         "",
         *(f"![{text}]({pictures}/{name})" for name, text in PLOTS.items()),
-        WORSE + "\n".join(line for task in tasks for line in worse_rows(task)),
-        *other_gpus(simulations.parent, folder),
+        WORSE + "\n".join(worse),
+        *(section for section, _ in others),
         *(head + rows for head, rows in ((SIMULATED, simulated), (FLEETS, fleets)) if rows),
-        FILES + "\n".join(_file_lines(sources)),
+        FILES
+        + ", ".join(f"`{source.name}`{'' if source.has_command else ' †'} ({source.date[:10]})" for source in sources),
     ]
     return "\n".join(lines) + "\n"
-
-
-def _file_lines(sources: Sequence[Source]) -> Iterator[str]:
-    for source in sources:
-        if source.command:
-            yield f"- `{source.name}` ({source.date[:10] or 'no date'}): {source.command}"
-    if older := sum(not source.command for source in sources):
-        yield f"\n{older} older files lack their command."
 
 
 # ---- plots ----

@@ -71,12 +71,14 @@ def simulated(arguments: list[str]) -> dict[str, Run]:
 @click.command(context_settings={"help_option_names": ["-h", "--help"], "show_default": True})
 @click.option(
     "--results",
+    "folders",
     type=click.Path(path_type=Path),
-    default=Path(__file__).resolve().parent / "results" / "h200",
-    help="Folder of measured comparisons.",
+    multiple=True,
+    default=[Path(__file__).resolve().parent / "results" / gpu for gpu in ("h200", "h100")],
+    help="Folder of measured comparisons; repeat it for several.",
 )
 @click.option("--output-json", type=click.Path(dir_okay=False, path_type=Path), required=True)
-def main(results: Path, output_json: Path) -> None:
+def main(folders: tuple[Path, ...], output_json: Path) -> None:
     """Simulate what was measured. A run takes some 30 s.
 
     \b
@@ -85,11 +87,12 @@ def main(results: Path, output_json: Path) -> None:
     """
     rows = []
     try:
-        for source in read_results(results):
+        for source in (source for folder in folders for source in read_results(folder)):
+            settings = source.fields["settings"] if source.is_comparison else {}
             for cell, run in measured_runs(source):
-                arguments = command_of(source.fields["settings"], cell, run)
+                arguments = command_of(settings, cell, run)
                 click.echo(f"bullet-graph {' '.join(arguments)}", err=True)
-                row = {"file": source.name, "model": source.fields["settings"]["model"]}
+                row = {"file": source.name, "model": settings["model"], "gpu": gpu_nickname(settings["device_name"])}
                 row |= {name: cell[name] for name in ("workload", "slo")}
                 row |= {name: run[name] for name in ("request_rate", "stable", "date")}
                 runs = simulated(arguments)

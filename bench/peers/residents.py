@@ -1,5 +1,6 @@
 """The systems that are installed here, the memory they need, and starting them."""
 
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -43,7 +44,7 @@ async def open_system(
     kind, setting = candidates[0].kind, candidates[0].setting
     if kind == "own":
         return OwnEngine(setup, [OwnSetting.parse(candidate.setting) for candidate in candidates], slo, own_decisions)
-    folder = platformdirs.user_cache_path("bullet_graph") / "peers" / Path(setup.model).name
+    folder = peer_folder(setup.model)
     if kind == "vllm":
         return vllm_system.VllmSystem(setup, folder, options["vllm"], logs["vllm"])
     if kind == "sglang":
@@ -53,6 +54,12 @@ async def open_system(
     from bench.peers.server_system import ServerSystem  # noqa: PLC0415
 
     return await ServerSystem.connect(candidates[0].url)
+
+
+def peer_folder(model: str) -> Path:
+    """A folder for the peers' files of a model, which comparisons on other GPUs of this machine do not share."""
+    gpus = os.environ.get("CUDA_VISIBLE_DEVICES") or "all"
+    return platformdirs.user_cache_path("bullet_graph") / "peers" / gpus / Path(model).name
 
 
 def require_installed(candidates: Sequence[Candidate]) -> None:

@@ -19,14 +19,14 @@ from bullet_graph.partition.masks import SMS_PER_TPC, SmPartition, partition_of
 from bullet_graph.perf.roofline import DecoderShape
 from bullet_graph.perf.table import shipped_folder
 
-DECODE_GRAPH_BYTES = 8 * 1024**2
-"""Memory of a captured decode step of 32 layers: 2.5 to 7 MiB measured (bench/LOG.md)."""
+DECODE_GRAPH_BYTES = 4 * 1024**2
+"""Memory of a captured decode step of 32 layers, about four times what is left of the next figure without pieces."""
 
 DECODE_GRAPH_S = 0.022
-"""Time to capture it: 0.021 to 0.022 s measured (the same file)."""
+"""Time to capture it: 0.021 to 0.022 s measured (bench/LOG.md)."""
 
 PIECE_BYTES = 512 * 1024
-"""Memory of one layer's piecewise graph: 1,024 of them and 39 decode steps took 845 MB (llama-3.1-8b on an H200)."""
+"""Memory of one layer's piecewise graph: 1,024 of them and 144 decode steps took 692 MB (bench: ``startup.json``)."""
 
 PIECE_S = 0.005
 """Time to capture it: these took 5.8 s together (bench/LOG.md)."""
