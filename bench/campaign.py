@@ -1,6 +1,6 @@
 """Run a list of measurements, one job per GPU, or group of GPUs, at a time, and continue where it stopped.
 
-    python -m bench.campaign bench/campaigns/h200.toml --results bench/results/h200 --time-limit-s 540
+    python -m bench.campaign bench/campaigns/one_gpu.toml --results bench/results/h200 --time-limit-s 540
 
 A campaign is a TOML file of jobs; the commands of a job run in order on one GPU, or on a group such as 0+1.
 `{results}` in them stands for the results' folder. Commands that succeeded are listed in `campaign.json` there and not
@@ -161,7 +161,7 @@ def main(campaign: Path, results: Path, gpus: str, only: str, time_limit_s: floa
 
     \b
     Example:
-      python -m bench.campaign bench/campaigns/h200.toml --results bench/results/h200 --gpus 0,1,2,3
+      python -m bench.campaign bench/campaigns/one_gpu.toml --results bench/results/h200 --gpus 0,1,2,3
     """
     try:
         jobs = read_campaign(campaign)

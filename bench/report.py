@@ -1,4 +1,4 @@
-"""Write bench/REPORT.md and its three plots from the JSON files of results alone.
+"""Write bench/REPORT.md and its plots from the JSON files of results, and from the tables of measured times, alone.
 
     python -m bench.report            # bench/REPORT.md and bench/report/*.svg
     python -m bench.report --check    # exit 1 if the report on disk is not what the files say
@@ -19,6 +19,7 @@ import click
 import matplotlib as mpl
 from matplotlib.figure import Figure
 
+from bench import splitting
 from bench.evidence import CLAIMED, OWN, Source, Task, best_of, dicts, figure_of, read_results, runs_of, tasks_of
 from bench.record import Refusal
 from bullet_graph.cli.bench.startup import StartRun, phase_names
@@ -378,6 +379,7 @@ def make_report(sources: Sequence[Source], folder: str, pictures: str, simulatio
         *(f"![{text}]({pictures}/{name})" for name, text in PLOTS.items()),
         WORSE + "\n".join(worse),
         *(section for section, _ in others),
+        splitting.SECTION.format(path=f"{pictures}/{splitting.PLOT}"),
         *(head + rows for head, rows in ((SIMULATED, simulated), (FLEETS, fleets)) if rows),
         FILES
         + ", ".join(f"`{source.name}`{'' if source.has_command else ' †'} ({source.date[:10]})" for source in sources),
@@ -391,12 +393,13 @@ OWN_COLOUR, PEER_COLOUR = "#1f6f8b", "#d1603d"
 
 
 def draw(sources: Sequence[Source]) -> dict[str, bytes]:
-    """The three plots as SVG, by file name; the same bytes for the same figures and release of matplotlib."""
+    """The plots as SVG, by file name; the same bytes for the same figures and release of matplotlib."""
     searches = [task for task in tasks_of(sources) if task.is_search and CLAIMED in task.own]
     return {
         "goodput.svg": _draw_goodput(searches),
         "on_time.svg": _draw_on_time([task for task in searches if task.model == searches[0].model]),
         "startup.svg": _draw_starts(sources),
+        splitting.PLOT: _save(splitting.draw_splitting()),
     }
 
 

@@ -3,15 +3,17 @@
 import json
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from click.testing import CliRunner, Result
 
 from bench import report as report_module
-from bench import simulator_error
+from bench import simulator_error, splitting
 from bench.evidence import read_results
 from bench.report import BENCH, main
 from bullet_graph.errors import ConfigError
+from bullet_graph.perf.performance import Prediction, SplitPrediction
 
 AUTO, VLLM_512, VLLM_2048 = "bullet_graph auto", "vllm 0.24.0 chunk 512", "vllm 0.24.0 chunk 2048"
 PROVENANCE = {"date_utc": "2026-01-02T03:04:05+00:00", "device_name": "NVIDIA H200", "device_uuid": "card"}
@@ -96,7 +98,7 @@ def test_figures_ratios_and_limits(results: Path, tmp_path: Path) -> None:
     assert "| 24/s, 20/s | 900 / 10 | 10 / 10 | 20/s (100 and 95 % on time): TTFT p99 4.00× |" in text
     assert "`peers_offline.json` † (2026-01-02), `startup.json` (2026-01-02)" in text
     pictures = sorted(path.name for path in (tmp_path / "report").iterdir())
-    assert pictures == ["goodput.svg", "on_time.svg", "startup.svg"]
+    assert pictures == ["goodput.svg", "on_time.svg", "splitting.svg", "startup.svg"]
     assert all(f"](report/{name})" in text for name in pictures)
     # Goodput, which is open above for this engine, and the tail there.
     chart = (tmp_path / "report" / "goodput.svg").read_text(encoding="utf-8")
@@ -122,6 +124,20 @@ def test_a_measured_run_is_simulated_by_its_own_settings(tmp_path: Path) -> None
     assert figures["auto"].keys() >= {*simulator_error.FIGURES, "policy_shares"}
     with pytest.raises(ConfigError, match=r"failed: .*no-such"):
         simulator_error.simulated([*arguments, "--gpu", "no-such"])
+
+
+def test_rates_of_split_over_mixed() -> None:
+    model = Mock(num_sms=132, decode_sms=(32, 64))
+    model.decode.return_value = Prediction(5.0, measured=True)
+    model.mixed.side_effect = lambda rows, *_: Prediction(5.0 + rows / 100, measured=True)
+    model.wave_chunk_tokens.side_effect = lambda most, _: most
+    # 8 ms a step on 32 SMs, 6 on 64; 100 SMs have 10 rows a ms, 68 have 6.8.
+    model.split.side_effect = lambda sms, *_: SplitPrediction(10 - sms / 16, 2048 * 10 / 132, measured=True)
+    found = dict(splitting.ratios(model, 500, 8))
+    # 1.1: neither; 1.25: 64 SMs beside 64 rows in 5.64 ms; 2: 32 SMs beside 448 rows in 9.48 ms.
+    assert 1.1 not in found
+    assert found[1.25] == pytest.approx((2048 * 68 // 132) / (2048 * 10 / 132) / (64 / 5.64))
+    assert found[2.0] == pytest.approx((2048 * 100 // 132) / (2048 * 10 / 132) / (448 / 9.48))
 
 
 def test_check_tells_what_differs_and_writes_nothing(results: Path, tmp_path: Path) -> None:
