@@ -21,7 +21,7 @@ MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS = 256, 17
 """Most bad words of two or more tokens, and most tokens of each: the room of a device slot."""
 
 SCORED_ROWS = 64
-"""Rows of a prompt whose logits are in memory at once."""
+"""Rows whose log-probabilities are in memory at once."""
 
 GREEDY_BELOW_TEMPERATURE = 1e-5
 """A lower temperature means 0: dividing logits by it leaves nothing but the most probable token."""

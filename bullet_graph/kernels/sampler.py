@@ -182,7 +182,10 @@ def token_logprobs(logits: Tensor, token_ids: Tensor, count: int) -> tuple[Tenso
 
     Returns (chosen [rows], top_ids [rows, count], top [rows, count]), float32 and int64.
     """
-    logprobs = torch.log_softmax(logits.float(), dim=-1)
-    chosen = logprobs.gather(-1, token_ids.long()[:, None])[:, 0]
-    top, top_ids = logprobs.topk(count, dim=-1)
-    return chosen, top_ids, top
+    parts, rows = [], sampling_params.SCORED_ROWS
+    for some, ids in zip(logits.split(rows), token_ids.split(rows), strict=True):
+        logprobs = torch.log_softmax(some.float(), dim=-1)
+        top, top_ids = logprobs.topk(count, dim=-1)
+        parts.append((logprobs.gather(-1, ids.long()[:, None])[:, 0], top_ids, top))
+    chosen, ids_of_best, best = zip(*parts, strict=True)
+    return torch.cat(chosen), torch.cat(ids_of_best), torch.cat(best)

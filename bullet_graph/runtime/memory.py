@@ -14,6 +14,8 @@ MIB = 1024**2
 
 _LIBRARY_BYTES = GIB
 """Estimate for a GPU: loaded kernels, cuBLAS workspaces and the allocator's slack."""
+_LANE_ROWS = 2560
+"""Rows of the planner's largest chunk on the prefill lane."""
 _TILE_ROWS = 128
 """Query rows of a tile of FlashInfer's fa2, counted once for each query head of a key head; the most it takes."""
 _SPLIT_TILES = 512
@@ -165,12 +167,12 @@ def prefill_workspace_bytes(shape: DecoderShape) -> int:
 
 def _activation_bytes(config: EngineConfig, model: ModelConfig, dtype_bytes: int) -> int:
     """Peak of a layer's intermediate results for the widest forward on each lane, and of the logits."""
-    num_lanes = 2 if config.policy.uses_prefill_lane else 1
-    rows = num_lanes * config.chunk_tokens + config.max_num_seqs
+    lane_rows = min(config.chunk_tokens, _LANE_ROWS) if config.policy.uses_prefill_lane else 0
+    rows = config.chunk_tokens + config.max_num_seqs + lane_rows
     per_row = 4 * model.hidden_size + 2 * (model.q_size + 2 * model.kv_size) + model.mlp_result_size
-    # Logits in the weights' dtype, and twice in float32 where log-probabilities are asked for; a mark for every token.
-    marks = 4 * config.max_num_seqs * model.vocab_size
+    # Logits in the weights' dtype, some of them twice in float32 for log-probabilities, and a mark for every token.
     # With several ranks also as they are gathered, and as they are joined.
     copies = 1 if model.num_ranks == 1 else 3
-    logits = max(config.max_num_seqs, SCORED_ROWS) * model.vocab_size * (copies * dtype_bytes + 2 * 4) + marks
-    return rows * per_row * dtype_bytes + logits
+    sampled = max(config.max_num_seqs, SCORED_ROWS)
+    logits = sampled * copies * dtype_bytes + SCORED_ROWS * 2 * 4 + config.max_num_seqs * 4
+    return rows * per_row * dtype_bytes + logits * model.vocab_size

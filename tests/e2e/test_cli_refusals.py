@@ -90,7 +90,7 @@ TARGETS = "--goodput ttft:500 tpot:15"
         ("simulate", "--gpu roofline:abacus", "abacus"),
         ("simulate", "--gpu missing.json", "missing.json"),
         ("simulate", "--gpu roofline:generic", "--kv-cache-bytes"),
-        ("capture plan", f"{PLAN} --memory-gb 0.005", "the whole GPU needs a graph of --max-num-seqs 256 rows"),
+        ("capture plan", f"{PLAN} --memory-gb 0.003", "the whole GPU needs a graph of --max-num-seqs 256 rows"),
         ("capture plan", f"{PLAN} --time-s 0.01", "raise --memory-gb or --time-s"),
         ("capture plan", f"{PLAN} --gpu abacus", "no performance table abacus_llama-3.1-8b_bfloat16.json"),
         ("capture plan", f"{PLAN} --model llama-3.2-1b", "no performance table h200_llama-3.2-1b"),

@@ -11,6 +11,7 @@ from bullet_graph.config import KV_BLOCK_TOKENS, EngineConfig, Policy
 from bullet_graph.errors import InsufficientMemoryError
 from bullet_graph.models.config import ModelConfig
 from bullet_graph.models.presets import PRESETS
+from bullet_graph.planner.tuning import TUNING
 from bullet_graph.runtime.memory import GIB, DeviceMemory, MemoryLedger, held_tokens, plan_memory
 
 TINY, LLAMA = PRESETS["tiny"], PRESETS["llama-3.1-8b"]
@@ -115,6 +116,16 @@ def test_wider_forwards_cost_activations() -> None:
     # The prefill lane runs a forward of its own beside the decode lane's.
     both = plan(tiny(max_num_batched_tokens=64, policy=Policy("split")), device)
     assert both.activations_bytes - narrow.activations_bytes == 64 * 4 * (4 * 128 + 2 * 256 + 3 * 384)
+    # Its chunks are the planner's.
+    mixed, split = (plan(tiny(max_num_batched_tokens=8192, policy=Policy(name)), device) for name in ("mixed", "split"))
+    rows = int(TUNING.lane_chunk_tokens * TUNING.whole_queue_ratio)
+    assert split.activations_bytes - mixed.activations_bytes == rows * 4 * (4 * 128 + 2 * 256 + 3 * 384)
+
+
+def test_more_sequences_cost_logits() -> None:
+    few, many = (plan(tiny(max_num_seqs=n), DeviceMemory(8 * GIB, 8 * GIB)).activations_bytes for n in (64, 256))
+    # Logits in float32 and a mark; log-probabilities are of few rows at once.
+    assert many - few == 192 * (4 * (4 * 128 + 2 * 256 + 3 * 384) + TINY.vocab_size * (4 + 4))
 
 
 def test_a_model_too_large_says_by_how_much_and_what_to_change() -> None:

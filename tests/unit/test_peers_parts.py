@@ -42,6 +42,15 @@ from bullet_graph.workloads import Workload, WorkloadRequest
 # ---- systems ----
 
 
+def test_comparisons_on_two_gpus_share_no_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    folders = set()
+    for gpus in ("", "0", "0,1", "GPU-5"):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)
+        folders.add(peer_folder("org/llama"))
+    assert len(folders) == 4
+    assert {folder.name for folder in folders} == {"llama"}
+
+
 @pytest.mark.parametrize(
     ("text", "label"),
     [
@@ -56,15 +65,6 @@ from bullet_graph.workloads import Workload, WorkloadRequest
         ("openai:http://h:80/v1/", "http://h:80/v1"),
     ],
 )
-def test_comparisons_on_two_gpus_share_no_files(monkeypatch: pytest.MonkeyPatch) -> None:
-    folders = set()
-    for gpus in ("", "0", "0,1", "GPU-5"):
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)
-        folders.add(peer_folder("org/llama"))
-    assert len(folders) == 4
-    assert {folder.name for folder in folders} == {"llama"}
-
-
 def test_systems_by_name(text: str, label: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("bench.peers.systems.installed_version", lambda _: "9.9")
     assert Candidate.parse(text).label == label

@@ -203,7 +203,8 @@ def test_sampling_leaves_the_logits_as_they_were(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("count", [0, 1, 4])
-def test_logprobs_are_those_of_the_whole_softmax(count: int) -> None:
+def test_logprobs_are_those_of_the_whole_softmax(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bullet_graph.sampling_params.SCORED_ROWS", 2)
     logits = torch.randn(3, 10, generator=torch.Generator().manual_seed(2))
     tokens = torch.tensor([9, 0, 4], dtype=torch.int32)
     chosen, top_ids, top = token_logprobs(logits, tokens, count)
