@@ -1,8 +1,9 @@
-"""A short form of ``python -m bench.fuzz``, whose long form is in the report."""
+"""Short forms of ``python -m bench.fuzz`` and ``bench.soak``, whose long forms are in the report."""
 
 import pytest
 
 from bench.fuzz import fuzz
+from bench.soak import judge, soak
 
 
 @pytest.mark.timeout(120)
@@ -13,3 +14,27 @@ def test_nothing_gives_way_within_seconds() -> None:
     assert result["answers"]["good 200"] > 0
     assert result["answers"]["body 400"] > 0
     assert sum(result["files"].values()) >= 4
+
+
+@pytest.mark.timeout(60)
+def test_a_short_soak_leaves_nothing_behind() -> None:
+    options = ["--model", "tiny", "--device", "cpu", "--kv-cache-bytes", "8MiB", "--max-model-len", "1024"]
+    seen = soak([*options, "--no-warmup"], minutes=0.08, users=4)
+    judged = judge(seen, max_growth_mib=256, max_slowdown_percent=100)
+    assert judged["problems"] == []
+    assert all(seen["ends"][end] > 0 for end in ("streamed", "whole", "left"))
+    assert seen["samples"][-1]["prefix_cache_hits"] > 0
+
+
+def test_what_a_soak_complains_of() -> None:
+    samples = [{"rss_bytes": (1 + n // 30) << 20, "generation_tokens": 100 * n - n * n, "second": n} for n in range(36)]
+    after = {"running": 0, "waiting": 1, "kv_cache_usage": 0.0}
+    seen = {"samples": samples, "ends": {"whole": 3, "status 500": 2}, "after": after}
+    problems = judge(seen, max_growth_mib=0.5, max_slowdown_percent=50.0)["problems"]
+    assert problems[:2] == ["2 × status 500", "afterwards waiting is 1"]
+    # From 17 tokens fewer per second each second on average: 83 in the second sixth, 35 in the last.
+    assert problems[2:] == [
+        "resident memory grew by 1.0 MiB of 0.5 allowed",
+        "57.8 % fewer tokens/s; at most 50 % are allowed",
+    ]
+    assert judge(seen, max_growth_mib=1.0, max_slowdown_percent=60.0)["problems"] == problems[:2]

@@ -49,8 +49,8 @@ def test_quantized_activations(rows: int, width: int, group: int | None) -> None
     ]
     for found, expected in pairs:
         torch.testing.assert_close(found.scales, expected.scales, rtol=1e-2, atol=1e-9)
-        # Neighbours, where a number lies on their border.
-        assert relative_error(found.values, expected.values) < 0.03
+        # Neighbours, where a number lies on their border: 1 to 3 %, of 64 numbers up to 5 %.
+        assert relative_error(found.values, expected.values) < 0.06
 
 
 @pytest.mark.parametrize("blocks", [False, True])
@@ -118,11 +118,12 @@ def test_engines_generate(policy: str, cuda_graphs: bool) -> None:
     with Engine("qwen3-0.6b-fp8", max_num_seqs=8, max_model_len=1024, kv_cache_bytes=2**28, **settings) as engine:
         outputs = [output.outputs[0].token_ids for output in engine.generate(prompts, params, use_tqdm=False)]
         assert all(len(tokens) == 24 for tokens in outputs)
-        # Scored in one forward each, every token is the best or nearly: noise decides among equals.
+        # Scored in one forward each, every token is the best or nearly: noise decides among equals. FP8's is 0.14 of
+        # the logits, which costs up to 0.55; a wrong token costs 4.
         texts = [prompt + list(tokens) for prompt, tokens in zip(prompts, outputs, strict=True)]
         scores = SamplingParams(max_tokens=0, prompt_logprobs=1)
         for scored in engine.generate(texts, scores, use_tqdm=False):
             for entry in scored.prompt_logprobs[-24:]:
                 assert entry is not None
-                assert entry.logprob > entry.top[0][1] - 0.5
+                assert entry.logprob > entry.top[0][1] - 1.0
         assert engine.stats().kv_blocks_used == 0

@@ -99,8 +99,10 @@ def test_pieces_equal_the_eager_forward(setup: Setup, chunks: list[tuple[int, in
     longest = 1024 if setup.decoder.config.hidden_size > 1024 else 1664
     assert (setup.captured.begin(rows).bucket is not None) == (len(rows.positions) <= longest)
     logits, _ = setup.captured.run(rows)
-    # Padding may change a matrix product's tiles, and so its rounding.
-    error = torch.linalg.norm(logits.float() - expected.float()) / torch.linalg.norm(expected.float())
+    # Padding may change a matrix product's tiles, and so its rounding, which may send a row to another expert.
+    routes = setup.decoder.config.num_experts > 0
+    differences, norms = (x.norm(dim=-1) for x in (logits.float() - expected.float(), expected.float()))
+    error = (differences / norms).median() if routes else differences.norm() / norms.norm()
     # By the roundings of three layers, two computations differ by 8.7e-3 (runtime/self_check.py); another one by 1.
     assert error < 1.5e-2
     for layer in range(3):

@@ -18,16 +18,7 @@ from hypothesis import strategies as st
 pytest.importorskip("triton", reason="Triton is published for Linux only")
 
 from bench import record
-from bench.kernels import (
-    decode_attention,
-    decode_step,
-    experts,
-    harness,
-    layer_products,
-    partitions,
-    prefill_attention,
-    sustained,
-)
+from bench.kernels import decode_attention, decode_step, experts, harness, layer_products, partitions, sustained
 from bench.kernels.decode_step import (
     GROUPS,
     Kernel,
@@ -68,9 +59,7 @@ def run(command: click.Command, *arguments: object) -> Result:
     return CliRunner().invoke(command, [str(argument) for argument in arguments])
 
 
-@pytest.mark.parametrize(
-    "module", [decode_attention, decode_step, experts, layer_products, partitions, prefill_attention, sustained]
-)
+@pytest.mark.parametrize("module", [decode_attention, decode_step, experts, layer_products, partitions, sustained])
 def test_without_a_gpu_one_line_says_so(module: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     result = run(module.main, "--output-json", tmp_path / "r.json")
@@ -109,8 +98,6 @@ def test_operations_by_hand() -> None:
     weights = 4096 * (6144 + 4096 + 2 * 14336 + 14336)
     assert layer_products.product_flops(LLAMA, 10, *PROJECTIONS) == 2 * weights * 10
     assert layer_products.product_flops(LLAMA, 1, "o") == 2 * 4096 * 4096
-    # Two prompts of 3 tokens: 1 + 2 + 3 pairs each, in 32 heads of 128, two multiply-adds an element.
-    assert prefill_attention.attention_flops(LLAMA, 2, 3) == 2 * 6 * 32 * 128 * 4
 
 
 @given(
