@@ -17,7 +17,7 @@ from bullet_graph.cli.options import engine_options, fit_max_num_seqs, parse_obj
 from bullet_graph.config import EngineConfig, parse_counts
 from bullet_graph.engine.admission import Prompt
 from bullet_graph.engine.engine import Engine
-from bullet_graph.engine.output import CompletionOutput, OutputKind, RequestOutput
+from bullet_graph.engine.output import OutputKind, RequestOutput
 from bullet_graph.errors import ModelError, PromptError, RequestError
 from bullet_graph.models.tokenizer import Tokenizer
 from bullet_graph.runtime.resolve import default_sampling_params, load_tokenizer, resolve
@@ -185,7 +185,8 @@ def _run(
             for output in engine.step():
                 for completion in output.outputs:
                     number = numbers[int(output.request_id), completion.index]
-                    printer.push(number, _text(completion, engine.tokenizer))
+                    token_ids = "".join(f"{token_id} " for token_id in completion.token_ids)
+                    printer.push(number, completion.text if engine.tokenizer else token_ids)
                     if completion.finish_reason is not None:
                         printer.end(number)
     return len(accepted) == len(prompts)
@@ -207,12 +208,6 @@ def _label(prompt: Prompt, index: int, sample: int, num_samples: int) -> str:
     shown = textwrap.shorten(text, _LABEL_CHARS, placeholder="…")
     of_samples = f", output {sample + 1} of {num_samples}" if num_samples > 1 else ""
     return f"prompt {index + 1}{of_samples}: {shown}"
-
-
-def _text(completion: CompletionOutput, tokenizer: Tokenizer | None) -> str:
-    if tokenizer is None:
-        return "".join(f"{token_id} " for token_id in completion.token_ids)
-    return completion.text
 
 
 def _to_json(output: RequestOutput, prompt: Prompt) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from bullet_graph.engine.simulation import HOST_OVERHEAD_MS, SimulationSettings
 from bullet_graph.engine.simulation import simulate as serve_simulated
 from bullet_graph.engine.trace import DecisionTrace, trace_header
 from bullet_graph.errors import ConfigError, PerfTableError
-from bullet_graph.graphs.capture_plan import CapturePlan, named_plan
+from bullet_graph.graphs.capture_plan import CapturePlan, default_plan, named_plan
 from bullet_graph.hardware import KNOWN_GPUS, GpuSpec, gpu_spec
 from bullet_graph.models.config import DTYPE_BYTES, GPU_HEAD_DIMS, with_padded_heads, without_wide_windows
 from bullet_graph.models.presets import resolve_model
@@ -34,14 +34,14 @@ from bullet_graph.perf.performance import PaddedModel, PerformanceModel
 from bullet_graph.perf.predict import TableModel
 from bullet_graph.perf.roofline import Roofline
 from bullet_graph.perf.table import for_lengths, format_name, gpu_nickname, load_table, shape_numbers
-from bullet_graph.runtime.memory import GIB, DeviceMemory, plan_memory
+from bullet_graph.runtime.memory import GIB, DeviceMemory, plan_memory, workspace_bytes
 from bullet_graph.runtime.performance import table_model
 from bullet_graph.slo import NO_TARGETS
 from bullet_graph.workloads import Arrivals, Workload, load_workload
 
 _ROOFLINE_PREFIX = "roofline:"
-_RESERVED_BYTES = 5 * GIB // 2
-"""Workspaces, libraries and graphs of an engine with 1,024 sequences on an H200, by its memory ledger."""
+_CONTEXT_BYTES = GIB
+"""What the driver and a process take before an engine does: 0.8 GiB on an H200, up to 1.5 on an H100."""
 _AMPLE_BYTES = 2**60
 """Of a GPU whose memory is not known, where the KV cache has a given size."""
 
@@ -109,10 +109,10 @@ class Simulator:
             memory_bytes = table.provenance.get("device_memory_bytes", known_bytes)
             self.unpadded = TableModel(table, self.model)
             self.performance = table_model(table, config.max_num_seqs, self.model)
-        self.kv_cache_tokens = self._kv_cache_tokens(memory_bytes)
         self.capture_plan = named_plan(config, dtype=self.dtype, num_sms=self.unpadded.num_sms)
         if self.capture_plan is not None:
             self.performance = PaddedModel(self.unpadded, self.capture_plan.padded)
+        self.kv_cache_tokens = self._kv_cache_tokens(memory_bytes)
         tokenizer = None if folder is None else Tokenizer.from_folder(folder)
         tokenize = None if tokenizer is None else tokenizer.encode
         self.workload = load_workload(trace, num_requests=num_prompts, seed=config.seed, tokenize=tokenize)
@@ -120,15 +120,22 @@ class Simulator:
     def _kv_cache_tokens(self, memory_bytes: int | None) -> int:
         if memory_bytes is None and self.config.kv_cache_bytes is None:
             raise ConfigError(f"the memory of {self.gpu} is not known: give the KV cache's size with --kv-cache-bytes")
-        num_bytes = _AMPLE_BYTES if memory_bytes is None else memory_bytes
+        num_bytes, config = memory_bytes or _AMPLE_BYTES, dataclasses.replace(self.config, policy=Policy("auto"))
+        captured = self.capture_plan or default_plan(
+            config,
+            dtype=self.dtype,
+            num_sms=self.unpadded.num_sms,
+            shape=self.model,
+            decode_sms=self.unpadded.decode_sms,
+        )
         return plan_memory(
-            self.config,
+            config,
             self.model,
             dtype_bytes=DTYPE_BYTES[self.dtype],
             max_model_len=self.max_model_len,
-            device=DeviceMemory(num_bytes, num_bytes),
-            workspaces_bytes=_RESERVED_BYTES,
-            graphs_bytes=0,
+            device=DeviceMemory(num_bytes, num_bytes - _CONTEXT_BYTES),
+            workspaces_bytes=workspace_bytes(self.model),
+            graphs_bytes=captured.graph_bytes(self.model.num_layers),
         ).kv_cache_tokens
 
     def run(
