@@ -121,12 +121,9 @@ class Simulator:
         if memory_bytes is None and self.config.kv_cache_bytes is None:
             raise ConfigError(f"the memory of {self.gpu} is not known: give the KV cache's size with --kv-cache-bytes")
         num_bytes, config = memory_bytes or _AMPLE_BYTES, dataclasses.replace(self.config, policy=Policy("auto"))
+        times = self.unpadded
         captured = self.capture_plan or default_plan(
-            config,
-            dtype=self.dtype,
-            num_sms=self.unpadded.num_sms,
-            shape=self.model,
-            decode_sms=self.unpadded.decode_sms,
+            config, dtype=self.dtype, num_sms=times.num_sms, shape=self.model, decode_sms=times.decode_sms
         )
         return plan_memory(
             config,
