@@ -106,6 +106,14 @@ class Searched:
         run = fastest_run(self.cell["runs"], self.goodput.rate)
         return None if run is None else dict(run)
 
+    @property
+    def tail(self) -> str:
+        """The p99 of TTFT in that run, as more text, and the run's rate where it is another than the goodput."""
+        if (run := self.best_run) is None:
+            return ""
+        at = f" at {run['request_rate']:.3g}/s" if run["request_rate"] < 0.99 * (self.goodput.rate or 0.0) else ""
+        return f", p99 TTFT {run['p99_ttft_ms']:,.0f} ms{at}"
+
 
 @dataclass(frozen=True, slots=True)
 class Task:

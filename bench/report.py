@@ -87,9 +87,7 @@ def goodput_rows(task: Task) -> Iterator[Row]:
                 shown += f" (< {ceiling:.3g})"
             if ceiling == math.inf:
                 continue  # the peer's search has not ended
-        tails = ((one.best_run or {}).get("p99_ttft_ms") for one in (own, best))
-        ends = ("" if tail is None else f", p99 TTFT {tail:,.0f} ms" for tail in tails)
-        texts = (text + end for text, end in zip((own.text, shown), ends, strict=True))
+        texts = (text + one.tail for text, one in ((own.text, own), (shown, best)))
         name = f"goodput_{100 * share:.0f}, {task.model}, {task.short}"
         yield Row(name, *texts, ratio, file=task.source.name)
 
@@ -382,7 +380,10 @@ def make_report(sources: Sequence[Source], folder: str, pictures: str, simulatio
         splitting.SECTION.format(path=f"{pictures}/{splitting.PLOT}"),
         *(head + rows for head, rows in ((SIMULATED, simulated), (FLEETS, fleets)) if rows),
         FILES
-        + ", ".join(f"`{source.name}`{'' if source.has_command else ' †'} ({source.date[:10]})" for source in sources),
+        + ", ".join(
+            f"`{source.name}`{'' if source.has_command else ' †'} ({source.date[:10] or 'no date'})"
+            for source in sources
+        ),
     ]
     return "\n".join(lines) + "\n"
 

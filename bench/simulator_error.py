@@ -79,12 +79,7 @@ def simulated(arguments: list[str]) -> dict[str, Run]:
 )
 @click.option("--output-json", type=click.Path(dir_okay=False, path_type=Path), required=True)
 def main(folders: tuple[Path, ...], output_json: Path) -> None:
-    """Simulate what was measured. A run takes some 30 s.
-
-    \b
-    Example:
-      python -m bench.simulator_error --output-json bench/results/simulated/error.json
-    """
+    """Simulate what was measured, for bench/results/simulated/error.json. A run takes some 30 s."""
     rows = []
     try:
         for source in (source for folder in folders for source in read_results(folder)):

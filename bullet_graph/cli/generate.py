@@ -185,8 +185,8 @@ def _run(
             for output in engine.step():
                 for completion in output.outputs:
                     number = numbers[int(output.request_id), completion.index]
-                    token_ids = "".join(f"{token_id} " for token_id in completion.token_ids)
-                    printer.push(number, completion.text if engine.tokenizer else token_ids)
+                    ids = completion.token_ids
+                    printer.push(number, completion.text if engine.tokenizer else "".join(f"{n} " for n in ids))
                     if completion.finish_reason is not None:
                         printer.end(number)
     return len(accepted) == len(prompts)

@@ -23,13 +23,13 @@ DECODE_GRAPH_BYTES = 4 * 1024**2
 """Memory of a captured decode step of 32 layers: 1 to 2.5 MiB measured with stream masks, 7 with green contexts."""
 
 DECODE_GRAPH_S = 0.022
-"""Time to capture it: 0.021 to 0.022 s measured (bench/LOG.md)."""
+"""Time to capture it, measured."""
 
 PIECE_BYTES = 512 * 1024
 """Memory of one layer's piecewise graph: 1,024 of them and 144 decode steps took 692 MB (bench: ``startup.json``)."""
 
 PIECE_S = 0.005
-"""Time to capture it: these took 5.8 s together (bench/LOG.md)."""
+"""Time to capture it, measured."""
 
 PLAN_DTYPES = tuple(name for name in get_args(DtypeName) if name != "auto")
 FORMAT = "bullet_graph capture plan"
@@ -120,7 +120,7 @@ class CapturePlan:
     def graph_bytes(self, num_layers: int) -> int:
         """Estimated device memory of the captured graphs, without the buffers of piecewise graphs."""
         pieces = len(self.piecewise_rows) * num_layers
-        return self.num_decode_graphs * DECODE_GRAPH_BYTES + pieces * PIECE_BYTES
+        return self.num_decode_graphs * DECODE_GRAPH_BYTES * max(num_layers, 32) // 32 + pieces * PIECE_BYTES
 
     def capture_s(self, num_layers: int) -> float:
         """Estimated seconds of capturing, without compiling."""

@@ -122,15 +122,15 @@ class PeerCommunicator(Communicator):
 
     def abort(self) -> None:
         start = self._own + memory_bytes(self.num_ranks) - self._ended.nbytes
-        # This thread may have no context yet. Other streams wait behind the kernels that this ends.
-        self._driver.call("cuCtxPushCurrent", self._context)
+        stream = self._stream.cuda_stream
         try:
-            stream = self._stream.cuda_stream
+            # This thread may have no context yet. Other streams wait behind the kernels that this ends.
+            self._driver.call("cuCtxPushCurrent", self._context)
             self._driver.call("cuMemcpyHtoDAsync", start, self._ended.data_ptr(), self._ended.nbytes, stream)
             self._driver.call("cuStreamSynchronize", stream)
-        finally:
             self._driver.call("cuCtxPopCurrent")
-            # Last: NCCL frees memory, and holds the driver until the kernels that the lines above end are over.
+        finally:
+            # Last: NCCL frees memory, and would hold the driver until the kernels that the lines above end are over.
             self._inner.abort()
 
     def close(self) -> None:

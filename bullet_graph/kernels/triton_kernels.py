@@ -188,10 +188,7 @@ def rope_and_cache_kernel(
 
 @triton.jit
 def _scores(row_ptr, ids, vocab_size, settings_ptr, adjust_ptr, is_masked, ADJUSTED: tl.constexpr):
-    """Logits of the given token ids in float32, -inf outside the vocabulary and for masked ids.
-
-    ``ADJUSTED``: as ``sampler._adjust`` changes them.
-    """
+    """Float32 logits of token ids, -inf outside the vocabulary and if masked; changed as ``sampler._adjust`` does."""
     inside = ids < vocab_size
     scores = tl.load(row_ptr + ids, mask=inside, other=-float("inf")).to(tl.float32)
     if ADJUSTED:

@@ -170,9 +170,9 @@ def _activation_bytes(config: EngineConfig, model: ModelConfig, dtype_bytes: int
     lane_rows = min(config.chunk_tokens, _LANE_ROWS) if config.policy.uses_prefill_lane else 0
     rows = config.chunk_tokens + config.max_num_seqs + lane_rows
     per_row = 4 * model.hidden_size + 2 * (model.q_size + 2 * model.kv_size) + model.mlp_result_size
-    # Logits in the weights' dtype, some of them twice in float32 for log-probabilities, and a mark for every token.
-    # With several ranks also as they are gathered, and as they are joined.
-    copies = 1 if model.num_ranks == 1 else 3
+    # Logits of decode steps and of other forwards in the weights' dtype, some twice in float32 for log-probabilities,
+    # and a mark for every token. With several ranks also as they are gathered, and as they are joined.
+    copies = 2 if model.num_ranks == 1 else 6
     sampled = max(config.max_num_seqs, SCORED_ROWS)
     logits = sampled * copies * dtype_bytes + SCORED_ROWS * 2 * 4 + config.max_num_seqs * 4
     return rows * per_row * dtype_bytes + logits * model.vocab_size

@@ -25,10 +25,12 @@ Two computations differ by the roundings of both. One rounding to bfloat16 is 2�
 3 and 16 bits more; float32 also sums in another order. A kernel for something else is off by about 1.
 """
 
-WIDE_TOLERANCE = 0.4
-"""The same with FP8, which turns a difference in the last digit between two FP8 numbers into 1/8 of it: two models of 4
-to 32 layers differ by about 0.2. With experts it is for the median row, as rounding sends some rows to another expert.
-"""
+FP8_TOLERANCE = 0.4
+"""The same with FP8, which turns a difference in the last digit into 1/8 of a number: some 0.2 after 4 to 32 layers."""
+
+ROUTED_TOLERANCE, WRONG_ROW = 0.2, 0.9
+"""With experts: of the median row, unless one is wrong. Rows that rounding sends to another expert differ by 0.05 to
+0.7, a row of zeros by 1."""
 
 SEED = 0
 STEPS = 3
@@ -46,7 +48,7 @@ StepLogits = Callable[[Int32Array, Rows], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class SelfCheckPoint:
-    """Result for one batch size: ‖logits − reference‖ / ‖reference‖ of a row, infinite if one is not finite."""
+    """Result for one batch size: ‖logits − reference‖ / ‖reference‖ of the row that counts, infinite if not finite."""
 
     batch_size: int
     relative_error: float
@@ -83,9 +85,8 @@ class SelfCheck:
             return ()
         config = self.decoder.config
         dtype = self.decoder.weights.lm_head.dtype
-        quantile = 0.5 if config.num_experts > 0 and dtype != torch.float32 else 1.0
-        is_wide = config.fp8 is not None or config.fp8_kv or quantile < 1
-        tolerance = WIDE_TOLERANCE if is_wide else TOLERANCES[dtype]
+        routes, is_fp8 = config.num_experts > 0 and dtype != torch.float32, config.fp8 is not None or config.fp8_kv
+        tolerance = FP8_TOLERANCE if is_fp8 else ROUTED_TOLERANCE if routes else TOLERANCES[dtype]
         tokens = np.random.default_rng(SEED).integers(0, config.vocab_size, (sizes[-1], STEPS), dtype=np.int32)
         compared = [np.unique(np.linspace(0, size - 1, _MOST_COMPARED).astype(np.int32)) for size in sizes]
         found = [self._found(tokens[:size], rows) for size, rows in zip(sizes, compared, strict=True)]
@@ -93,7 +94,7 @@ class SelfCheck:
         once = np.unique(np.concatenate(compared))
         expected = self._expected(tokens, once)
         return tuple(
-            SelfCheckPoint(size, _error(logits, expected[np.searchsorted(once, rows)], quantile), tolerance)
+            SelfCheckPoint(size, _error(logits, expected[np.searchsorted(once, rows)], routes), tolerance)
             for size, rows, logits in zip(sizes, compared, found, strict=True)
         )
 
@@ -142,7 +143,10 @@ def _indices(values: Int32Array, device: torch.device) -> Tensor:
     return torch.from_numpy(values).long().to(device)
 
 
-def _error(found: Tensor, expected: Tensor, quantile: float) -> float:
+def _error(found: Tensor, expected: Tensor, routes: bool) -> float:
     errors = (found - expected).norm(dim=-1) / expected.norm(dim=-1).clamp_min(1e-30)
+    worst = float(errors.max())
+    if routes and worst < WRONG_ROW:
+        return float(errors.median())
     # A NaN would compare as no error at all.
-    return float(errors.quantile(quantile)) if errors.isfinite().all() else float("inf")
+    return worst if np.isfinite(worst) else float("inf")

@@ -1,4 +1,4 @@
-"""Short forms of ``python -m bench.fuzz`` and ``bench.soak``, whose long forms are in the report."""
+"""Short forms of ``python -m bench.fuzz`` and ``bench.soak``, whose long forms are in the log."""
 
 import pytest
 
@@ -32,7 +32,6 @@ def test_what_a_soak_complains_of() -> None:
     seen = {"samples": samples, "ends": {"whole": 3, "status 500": 2}, "after": after}
     problems = judge(seen, max_growth_mib=0.5, max_slowdown_percent=50.0)["problems"]
     assert problems[:2] == ["2 × status 500", "afterwards waiting is 1"]
-    # From 17 tokens fewer per second each second on average: 83 in the second sixth, 35 in the last.
     assert problems[2:] == [
         "resident memory grew by 1.0 MiB of 0.5 allowed",
         "57.8 % fewer tokens/s; at most 50 % are allowed",

@@ -80,6 +80,7 @@ def test_partitions_and_cost_of_a_plan() -> None:
     assert PLAN.padded(5, 16) == 5, "no such lane"
     assert PLAN.num_decode_graphs == 6
     assert PLAN.graph_bytes(32) == 6 * DECODE_GRAPH_BYTES + 2 * 32 * PIECE_BYTES
+    assert PLAN.graph_bytes(80) == 2.5 * PLAN.graph_bytes(32)
     assert PLAN.capture_s(32) == pytest.approx(6 * DECODE_GRAPH_S + 2 * 32 * PIECE_S)
 
 

@@ -124,8 +124,8 @@ def test_wider_forwards_cost_activations() -> None:
 
 def test_more_sequences_cost_logits() -> None:
     few, many = (plan(tiny(max_num_seqs=n), DeviceMemory(8 * GIB, 8 * GIB)).activations_bytes for n in (64, 256))
-    # Logits in float32 and a mark; log-probabilities are of few rows at once.
-    assert many - few == 192 * (4 * (4 * 128 + 2 * 256 + 3 * 384) + TINY.vocab_size * (4 + 4))
+    # Logits twice in float32, and a mark; log-probabilities are of few rows at once.
+    assert many - few == 192 * (4 * (4 * 128 + 2 * 256 + 3 * 384) + TINY.vocab_size * (2 * 4 + 4))
 
 
 def test_a_model_too_large_says_by_how_much_and_what_to_change() -> None:

@@ -129,15 +129,15 @@ def test_a_measured_run_is_simulated_by_its_own_settings(tmp_path: Path) -> None
 def test_rates_of_split_over_mixed() -> None:
     model = Mock(num_sms=132, decode_sms=(32, 64))
     model.decode.return_value = Prediction(5.0, measured=True)
-    model.mixed.side_effect = lambda rows, *_: Prediction(5.0 + rows / 100, measured=True)
+    model.mixed.side_effect = lambda rows, *_: Prediction(5.0 + rows / 100, measured=rows < 200)
     model.wave_chunk_tokens.side_effect = lambda most, _: most
-    # 8 ms a step on 32 SMs, 6 on 64; 100 SMs have 10 rows a ms, 68 have 6.8.
     model.split.side_effect = lambda sms, *_: SplitPrediction(10 - sms / 16, 2048 * 10 / 132, measured=True)
-    found = dict(splitting.ratios(model, 500, 8))
-    # 1.1: neither; 1.25: 64 SMs beside 64 rows in 5.64 ms; 2: 32 SMs beside 448 rows in 9.48 ms.
-    assert 1.1 not in found
-    assert found[1.25] == pytest.approx((2048 * 68 // 132) / (2048 * 10 / 132) / (64 / 5.64))
-    assert found[2.0] == pytest.approx((2048 * 100 // 132) / (2048 * 10 / 132) / (448 / 9.48))
+    found = {target: (ratio, known) for target, ratio, known in splitting.ratios(model, 500, 8)}
+    # 1.1: 48 rows in 5.48 ms, and no split; 1.25: 64 SMs beside 112 rows in 6.12 ms; 2: 32 beside 496 in 9.96 ms.
+    assert found[1.1] == (0.0, True)
+    rate_on = {sms: (2048 * (132 - sms) // 132) / (2048 * 10 / 132) for sms in (32, 64)}
+    assert found[1.25] == (pytest.approx(rate_on[64] / (112 / 6.12)), True)
+    assert found[2.0] == (pytest.approx(rate_on[32] / (496 / 9.96)), False)
 
 
 def test_check_tells_what_differs_and_writes_nothing(results: Path, tmp_path: Path) -> None:

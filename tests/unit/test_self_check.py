@@ -18,7 +18,7 @@ from bullet_graph.perf.roofline import Fp8Weights
 from bullet_graph.runtime.capture_build import exercise
 from bullet_graph.runtime.cpu import CpuExecutor
 from bullet_graph.runtime.rows import Rows
-from bullet_graph.runtime.self_check import WIDE_TOLERANCE, SelfCheck, SelfCheckPoint, reference_logits
+from bullet_graph.runtime.self_check import FP8_TOLERANCE, ROUTED_TOLERANCE, SelfCheck, SelfCheckPoint, reference_logits
 from bullet_graph.runtime.step import Int32Array
 
 CONFIG = PRESETS["tiny"]
@@ -57,7 +57,7 @@ def test_fp8_has_a_tolerance_of_its_own(formats: dict[str, Any]) -> None:
     decoder = new_decoder(replace(CONFIG, **formats), num_blocks=40, dtype=torch.bfloat16)
     (point,) = SelfCheck(decoder, partial(reference_logits, decoder, EAGER), (8,))(sample=False)
     assert point.holds
-    assert point.tolerance == WIDE_TOLERANCE
+    assert point.tolerance == FP8_TOLERANCE
     (point,) = SelfCheck(decoder, lambda *_: torch.randn(8, CONFIG.vocab_size), (8,))(sample=False)
     assert not point.holds
 
@@ -72,9 +72,18 @@ def test_rounding_may_send_rows_to_another_expert(dtype: torch.dtype) -> None:
     sizes = (1, 4, 8, 16, 32, 56, 64, 128)
     points = SelfCheck(decoder, partial(reference_logits, exact, EAGER), sizes)(sample=False)
     assert all(point.holds for point in points)
-    assert max(point.relative_error for point in points) < WIDE_TOLERANCE / 4
-    wrong = SelfCheck(decoder, lambda ids, _: torch.randn(len(ids), CONFIG.vocab_size), sizes)(sample=False)
-    assert not any(point.holds for point in wrong)
+    assert max(point.relative_error for point in points) < ROUTED_TOLERANCE / 4
+
+    def last_row_zeroed(token_ids: Int32Array, rows: Rows) -> torch.Tensor:
+        logits = reference_logits(exact, EAGER, token_ids, rows)
+        logits[-1] = 0
+        return logits
+
+    def scaled_by_a_third(token_ids: Int32Array, rows: Rows) -> torch.Tensor:
+        return 1.33 * reference_logits(exact, EAGER, token_ids, rows)
+
+    for wrong in (last_row_zeroed, scaled_by_a_third):
+        assert not any(point.holds for point in SelfCheck(decoder, wrong, sizes)(sample=False))
 
 
 def test_every_compared_row_counts() -> None:
