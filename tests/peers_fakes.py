@@ -191,7 +191,7 @@ class FakeSglang:
         print("SGLang says hello on stdout")
         self.rids: list[str] = []
         self.tokenizer_manager = Mock()
-        self._scheduler_init_result = SimpleNamespace(scheduler_infos=[{"max_total_num_tokens": 99}])
+        self._scheduler_init_result = SimpleNamespace(scheduler_infos=[{"max_total_num_tokens": 99}] * 2)
         FakeSglang.made.append(self)
 
     async def async_generate(

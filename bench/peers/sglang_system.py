@@ -101,7 +101,7 @@ class SglangSystem:
         asyncio.get_running_loop().remove_signal_handler(signal.SIGTERM)
         asyncio.get_running_loop().add_signal_handler(signal.SIGQUIT, self._die)
         resolved = self._engine.server_args
-        (started,) = self._engine._scheduler_init_result.scheduler_infos
+        started = self._engine._scheduler_init_result.scheduler_infos[0]  # one of each rank
         self.settings: Mapping[str, Any] = {
             "version": importlib.import_module("sglang").__version__,
             "engine_args": {name: plain(value) for name, value in arguments.items()},
