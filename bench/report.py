@@ -79,7 +79,7 @@ def goodput_rows(task: Task) -> Iterator[Row]:
         there, ceiling = best.goodput.rate, max(one.goodput.below or math.inf for one in peers)
         ratio, shown = f"> {here / ceiling:.2f}×", f"< {ceiling:.3g}/s"
         if there is not None:
-            ratio = f"{here / there:.2f}×"
+            ratio = f"{'≥ ' * own.text.startswith('≥')}{here / there:.2f}×"
             shown = f"{there:.3g}/s"
             if (1 + best.tolerance) * there < ceiling < math.inf:
                 # The peer's goodput may be anywhere below its next rate, which served too few.
