@@ -130,7 +130,7 @@ class PeerCommunicator(Communicator):
             self._driver.call("cuStreamSynchronize", stream)
             self._driver.call("cuCtxPopCurrent")
         finally:
-            # Last: NCCL frees memory, and would hold the driver until the kernels that the lines above end are over.
+            # Last: NCCL frees memory, and may hold the driver until the kernels that the lines above end are over.
             self._inner.abort()
 
     def close(self) -> None:
