@@ -27,12 +27,14 @@ BLOCK_BYTES = 8192
 SHARED_BYTES = 2 * MAX_PROGRAMS * BLOCK_BYTES
 """What ranks share of their rows. Behind it: each program's turns so far, and the last turn that each rank told it."""
 ENDED = 2**62
-"""A turn that no rank reaches. A program that is told it goes on, and touches no other rank's memory."""
+"""A turn that no rank reaches. A program that is told it goes on, and touches no other rank's memory from then on."""
+_PATIENT_LOOKS = 256
 _FEW_PROGRAMS = 64
 _MIN_BLOCK = 1024
 _WORD_BYTES = 8
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _PROGRAMS, _BLOCK, _SHARED, _ENDED = (tl.constexpr(n) for n in (MAX_PROGRAMS, BLOCK_BYTES, SHARED_BYTES, ENDED))
+_LOOKS = tl.constexpr(_PATIENT_LOOKS)
 
 
 def memory_bytes(num_ranks: int) -> int:
@@ -42,7 +44,10 @@ def memory_bytes(num_ranks: int) -> int:
 
 @triton.jit
 def all_reduce_kernel(x_ptr, bases_ptr, num_elements, RANK: tl.constexpr, RANKS: tl.constexpr, BLOCK: tl.constexpr):
-    """Add up all ranks' x in float32, in the order of ranks, in place; ``bases_ptr`` has the ranks' memories."""
+    """Add up all ranks' x in float32, in the order of ranks, in place.
+
+    ``bases_ptr`` has the ranks' memories, and behind them the host's word, which becomes ENDED when all shall end.
+    """
     program = tl.program_id(0)
     columns = tl.arange(0, BLOCK)
     offsets = program * BLOCK + columns
@@ -58,19 +63,27 @@ def all_reduce_kernel(x_ptr, bases_ptr, num_elements, RANK: tl.constexpr, RANKS:
     tl.store(shared + columns, tl.load(x_ptr + offsets, mask=inside, other=0.0), mask=inside)
     # All threads have written before one of them tells.
     tl.debug_barrier()
-    if tl.load(told + RANK, volatile=True) < _ENDED:
+    # A rank never tells itself a turn: a program that sees the host's word notes it here.
+    ended = tl.load(told + RANK)
+    if ended < _ENDED:
         for other in tl.static_range(RANKS):
             if other != RANK:
                 tell = (tl.load(bases_ptr + other) + _SHARED).to(words) + _PROGRAMS + program * RANKS + RANK
                 tl.atomic_xchg(tell, turn, sem="release", scope="sys")
     for other in tl.static_range(RANKS):
         if other != RANK:
-            while tl.atomic_add(told + other, 0, sem="acquire", scope="sys") < turn:
-                pass
+            last = tl.maximum(tl.atomic_add(told + other, 0, sem="acquire", scope="sys"), ended)
+            looks = 0
+            while last < turn:
+                looks += 1
+                # Seldom: the host's memory is far. The atomic operation gives all threads one value: the last look's.
+                if looks % _LOOKS == 0:
+                    word = tl.load(tl.load(bases_ptr + RANKS).to(words), volatile=True)
+                    ended = tl.atomic_max(told + RANK, word)
+                last = tl.maximum(tl.atomic_add(told + other, 0, sem="acquire", scope="sys"), ended)
     tl.debug_barrier()
-    # A rank never tells itself a turn: only an abort writes here. An ended program keeps its turn, so that no one waits
-    # for a later one.
-    if tl.load(told + RANK, volatile=True) < _ENDED:
+    # An ended program keeps its turn, so that no one waits for a later one.
+    if ended < _ENDED:
         total = tl.zeros([BLOCK], dtype=tl.float32)
         for other in tl.static_range(RANKS):
             shared = tl.multiple_of((tl.load(bases_ptr + other) + at).to(values), 16)
@@ -90,9 +103,9 @@ class PeerCommunicator(Communicator):
         super().__init__(inner.rank, inner.num_ranks)
         self._inner, self._driver = inner, CudaDriver()
         call, size = self._driver.call, memory_bytes(self.num_ranks)
-        told = torch.full((MAX_PROGRAMS * self.num_ranks,), ENDED)
         with torch.cuda.device(device):
-            self._ended, self._stream = told.pin_memory(), torch.cuda.Stream(device)
+            # Pinned memory has one address for the host and the device.
+            self._ended = torch.zeros(1, dtype=torch.int64).pin_memory()
             self._own = int(call("cuMemAlloc", size))
             self._context = call("cuCtxGetCurrent")
             bases: dict[int, int] = {}
@@ -106,7 +119,7 @@ class PeerCommunicator(Communicator):
                 flags = self._driver.api.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS.value
                 bases[rank] = int(call("cuIpcOpenMemHandle", handle, flags))
             every = [bases.get(rank, self._own) for rank in range(self.num_ranks)]
-            self._bases = torch.tensor(every, dtype=torch.int64, device=device)
+            self._bases = torch.tensor([*every, self._ended.data_ptr()], dtype=torch.int64, device=device)
 
     def all_reduce(self, x: Tensor) -> Tensor:
         block = block_size(x, self.num_ranks)
@@ -121,17 +134,9 @@ class PeerCommunicator(Communicator):
         return self._inner.all_gather(x)
 
     def abort(self) -> None:
-        start = self._own + memory_bytes(self.num_ranks) - self._ended.nbytes
-        stream = self._stream.cuda_stream
-        try:
-            # This thread may have no context yet. Other streams wait behind the kernels that this ends.
-            self._driver.call("cuCtxPushCurrent", self._context)
-            self._driver.call("cuMemcpyHtoDAsync", start, self._ended.data_ptr(), self._ended.nbytes, stream)
-            self._driver.call("cuStreamSynchronize", stream)
-            self._driver.call("cuCtxPopCurrent")
-        finally:
-            # Last: NCCL frees memory, and may hold the driver until the kernels that the lines above end are over.
-            self._inner.abort()
+        # Without the driver, which a launch may hold until the sums before it are over.
+        self._ended.fill_(ENDED)
+        self._inner.abort()
 
     def close(self) -> None:
         self._inner.close()
