@@ -28,13 +28,12 @@ SHARED_BYTES = 2 * MAX_PROGRAMS * BLOCK_BYTES
 """What ranks share of their rows. Behind it: each program's turns so far, and the last turn that each rank told it."""
 ENDED = 2**62
 """A turn that no rank reaches. A program that is told it goes on, and touches no other rank's memory from then on."""
-_PATIENT_LOOKS = 256
 _FEW_PROGRAMS = 64
 _MIN_BLOCK = 1024
 _WORD_BYTES = 8
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _PROGRAMS, _BLOCK, _SHARED, _ENDED = (tl.constexpr(n) for n in (MAX_PROGRAMS, BLOCK_BYTES, SHARED_BYTES, ENDED))
-_LOOKS = tl.constexpr(_PATIENT_LOOKS)
+_LOOKS = tl.constexpr(256)
 
 
 def memory_bytes(num_ranks: int) -> int:
