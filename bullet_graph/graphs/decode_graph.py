@@ -11,7 +11,14 @@ from bullet_graph.errors import ConfigError
 from bullet_graph.graphs.compiled import PartCompiler, TritonNormOps, compile_now, compiled_functions
 from bullet_graph.graphs.key import GraphKey, batch_size_buckets, smallest_holding
 from bullet_graph.kernels.communicator import Communicator
-from bullet_graph.kernels.decode_attention import DecodeBatch, PlannedDecode, TritonDecodeAttention, window_indptr
+from bullet_graph.kernels.decode_attention import (
+    DecodeBatch,
+    PlannedDecode,
+    SharedBlocks,
+    TritonDecodeAttention,
+    shared_blocks,
+    window_indptr,
+)
 from bullet_graph.kernels.gpu import Gpu, captured, fitting_blas
 from bullet_graph.kernels.memory import Uploader
 from bullet_graph.kernels.sampler import SamplingState
@@ -48,6 +55,7 @@ class _DeviceStep:
     attention: PlannedDecode
 
 
+_LEAST_SHARING_ROWS = 8
 _EMPTY: Int32Array = np.zeros(0, dtype=np.int32)
 _NO_ROWS = DecodeInputs(_EMPTY, _EMPTY, _EMPTY, _EMPTY, np.zeros(1, dtype=np.int32), _EMPTY)
 
@@ -57,6 +65,9 @@ class DecodeGraphs:
 
     All graphs read their inputs from one device buffer, and include sampling and the feed of the next token: a step
     needs one small copy from the host.
+
+    With ``shares_prefixes``, larger steps on the whole GPU have a second graph, which reads the first blocks that
+    neighbouring rows have in common once. It is replayed where that saves enough.
 
     Padding rows read and write slot ``max_batch_size``. Steps of two or more rows are compiled; one row has a matrix
     kernel of its own.
@@ -68,6 +79,7 @@ class DecodeGraphs:
         state: SamplingState,
         *,
         max_batch_size: int,
+        shares_prefixes: bool = False,
         compiler: PartCompiler = compile_now,
         communicator: Communicator | None = None,
     ) -> None:
@@ -84,14 +96,17 @@ class DecodeGraphs:
         self._padding_slot = max_batch_size
         self.batch_sizes = batch_size_buckets(max_batch_size)
         self._windows = decoder.cache.distinct_windows
-        # Six arrays with an entry per row, one more for each window, and the block ids, with those of padding.
+        self._shares_prefixes = shares_prefixes and not self._windows
+        # Six arrays with an entry per row, one more for each window, those of common blocks, which have 2.5, and the
+        # block ids, with those of padding.
         self._uploader = Uploader(
-            (6 + len(self._windows)) * (max_batch_size + 8) + decoder.cache.num_blocks + max_batch_size, device
+            (9 + len(self._windows)) * (max_batch_size + 8) + decoder.cache.num_blocks + max_batch_size, device
         )
         self._logits = torch.empty(
             max_batch_size, decoder.config.vocab_size, dtype=decoder.weights.lm_head.dtype, device=device
         )
-        self._captured: dict[GraphKey, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+        # The second part of a key: whether the graph reads common blocks once.
+        self._captured: dict[tuple[GraphKey, bool], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
         self._sizes: dict[SmPartition, tuple[int, ...]] = {}
         self._pool = torch.cuda.graph_pool_handle()
 
@@ -100,22 +115,31 @@ class DecodeGraphs:
         self._functions_for(self.batch_sizes[-1])
 
     def capture_one(self, key: GraphKey, stream: torch.cuda.Stream) -> None:
-        """Capture one graph on the stream, which is bound to its partition; compiles first if need be."""
+        """Capture a size's graphs on the stream, which is bound to its partition; compiles first if need be."""
         self._functions_for(key.batch_size)
         # Padding rows will do: lengths do not change the launches.
         inputs = self._pad(_NO_ROWS, key.batch_size)
+        self._capture(key, inputs, None, stream)
+        if self._shares_prefixes and key.partition == WHOLE_GPU and key.batch_size >= _LEAST_SHARING_ROWS:
+            groups: Int32Array = np.zeros(key.batch_size // 2 + 1, dtype=np.int32)
+            none = SharedBlocks(groups, np.zeros(key.batch_size // 2 * 2, dtype=np.int32), inputs.kv_indptr)
+            self._capture(key, inputs, none, stream)
+        self._sizes[key.partition] = tuple(sorted({*self._sizes.get(key.partition, ()), key.batch_size}))
+
+    def _capture(
+        self, key: GraphKey, inputs: DecodeInputs, shared: SharedBlocks[Int32Array] | None, stream: torch.cuda.Stream
+    ) -> None:
         # The last user of the shared buffers must be done: the lane may have changed its stream.
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            step = self._prepare(inputs, key.partition)
+            step = self._prepare(inputs, key.partition, shared)
             # The first run loads kernels and lets libraries allocate, which a capture does not allow; all layers use
             # the same kernels.
             self._run(step, key.partition, last=1)
             with captured(self._pool) as graph:
                 token_ids = self._run(step, key.partition)
         torch.cuda.current_stream().wait_stream(stream)
-        self._captured[key] = graph, token_ids
-        self._sizes[key.partition] = tuple(sorted({*self._sizes.get(key.partition, ()), key.batch_size}))
+        self._captured[key, shared is not None] = graph, token_ids
 
     def run(self, inputs: DecodeInputs, partition: SmPartition = WHOLE_GPU) -> Tensor:
         """Enqueue a decode step on the current stream.
@@ -124,10 +148,13 @@ class DecodeGraphs:
         """
         rows = len(inputs.slots)
         key = GraphKey(smallest_holding(rows, self._sizes.get(partition, ())) or rows, partition)
-        if key not in self._captured:
+        if (key, False) not in self._captured:
             raise ConfigError(f"no decode graph was captured for {key}; captured: {len(self._captured)} graphs")
-        self._prepare(self._pad(inputs, key.batch_size), partition)
-        graph, token_ids = self._captured[key]
+        padded, shared = self._pad(inputs, key.batch_size), None
+        if (key, True) in self._captured:
+            shared = shared_blocks(padded.kv_indptr, padded.kv_indices, self._attention.members)
+        self._prepare(padded, partition, shared)
+        graph, token_ids = self._captured[key, shared is not None]
         graph.replay()
         return token_ids[:rows]
 
@@ -159,8 +186,10 @@ class DecodeGraphs:
             np.append(inputs.kv_indices, zeros),
         )
 
-    def _prepare(self, inputs: DecodeInputs, partition: SmPartition) -> _DeviceStep:
-        """Upload the inputs; addresses depend on the batch size alone."""
+    def _prepare(
+        self, inputs: DecodeInputs, partition: SmPartition, shared: SharedBlocks[Int32Array] | None
+    ) -> _DeviceStep:
+        """Upload the inputs; addresses depend on the batch size and on whether blocks are shared alone."""
         block_tokens = np.int32(self._decoder.cache.block_tokens)
         uploaded = self._uploader.upload(
             inputs.slots,
@@ -170,14 +199,16 @@ class DecodeGraphs:
             inputs.positions % block_tokens + np.int32(1),
             inputs.kv_indptr,
             *(window_indptr(inputs.kv_lens, window, int(block_tokens)) for window in self._windows),
+            *(() if shared is None else shared.arrays()),
             inputs.kv_indices,
         )
         slots, positions, sample_positions, kv_slots, last_block_tokens, kv_indptr, *windows = uploaded
         kv_indices = windows.pop()
+        on_device = None if shared is None else SharedBlocks(*windows)
         # To the end of the buffer: a captured step may read more blocks when it is replayed.
         all_indices = self._uploader.device_buffer[kv_indices.storage_offset() :]
-        by_window = dict(zip(self._windows, windows, strict=True))
-        batch = DecodeBatch(kv_indptr, all_indices, last_block_tokens, by_window)
+        by_window = dict(zip(self._windows, windows, strict=False))
+        batch = DecodeBatch(kv_indptr, all_indices, last_block_tokens, by_window, on_device)
         attention = self._attention.plan(batch, num_sms=lane_sms(partition))
         return _DeviceStep(slots, positions, sample_positions, kv_slots, attention)
 

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
@@ -18,9 +18,13 @@ from bullet_graph.kernels.gpu import Gpu
 from bullet_graph.kernels.memory import KVCache
 from bullet_graph.perf.roofline import DecoderShape
 
+Array = TypeVar("Array")
+
 _LEAST_Q_BLOCK = 16
 """Rows of the tensor cores' smallest product."""
 _TILE_ELEMENTS = 64 * 128
+_LEAST_SHARED_BLOCKS = 8
+_LEAST_SAVED_BLOCKS = 256
 _ALIGNMENT_BYTES = 16
 """Triton compiles a kernel anew for pointers without this alignment."""
 
@@ -38,6 +42,7 @@ class DecodeKernelSettings:
         num_warps: of a program.
         combine_rows: from this batch size on, the program that finishes a sequence last adds its parts up. Smaller
             batches have many parts per sequence, and a second kernel adds them on more SMs.
+        members: most rows that read common blocks at once.
     """
 
     kv_heads: int
@@ -46,6 +51,7 @@ class DecodeKernelSettings:
     max_registers: int | None = None
     num_warps: int = 4
     combine_rows: int = 32
+    members: int = 4
 
 
 def default_settings(config: DecoderShape, *, whole_gpu: bool = True) -> DecodeKernelSettings:
@@ -118,6 +124,64 @@ class DecodeBatch:
     kv_indices: Tensor
     last_block_tokens: Tensor
     window_indptr: Mapping[int, Tensor] = field(default_factory=dict)
+    shared: "SharedBlocks[Tensor] | None" = None
+
+
+@dataclass(frozen=True, slots=True)
+class SharedBlocks(Generic[Array]):
+    """Which first blocks of neighbouring rows are common to them, and read once; int32 arrays, on host or device.
+
+    ``group_indptr`` [groups + 1] is where each group's common blocks would start, were there no others; ``members``
+    [2 * groups] its first row and the number of its rows. ``own_indptr`` [rows + 1] is a ``kv_indptr`` of the blocks
+    after those. A group without blocks is padding.
+    """
+
+    group_indptr: Array
+    members: Array
+    own_indptr: Array
+
+    def arrays(self) -> tuple[Array, Array, Array]:
+        """All three, in the order of the fields."""
+        return self.group_indptr, self.members, self.own_indptr
+
+
+def shared_blocks(
+    kv_indptr: NDArray[np.int32], kv_indices: NDArray[np.int32], most: int
+) -> SharedBlocks[NDArray[np.int32]] | None:
+    """Find groups of at most ``most`` neighbouring rows that begin with the same blocks; None where they save little.
+
+    The arrays are those of a :class:`DecodeBatch`. There are as many groups as the rows can form.
+    """
+    # A row's last block is its own, for it writes there.
+    rows, starts, lengths = len(kv_indptr) - 1, kv_indptr[:-1], np.diff(kv_indptr) - 1
+    shorter = np.minimum(lengths[1:], lengths[:-1])
+    pairs = np.flatnonzero((kv_indices[starts[1:]] == kv_indices[starts[:-1]]) & (shorter >= _LEAST_SHARED_BLOCKS))
+    if not len(pairs):
+        return None
+    columns = np.arange(int(shorter[pairs].max()) + 1)
+    first_rows, next_rows = (
+        kv_indices[np.minimum(starts[of, None] + columns, len(kv_indices) - 1)] for of in (pairs, pairs + 1)
+    )
+    common = np.zeros(rows, dtype=np.int32)
+    common[pairs] = ((first_rows != next_rows) | (columns >= shorter[pairs, None])).argmax(axis=1)
+    group_blocks, members, counts = [], [], np.zeros(rows, dtype=np.int32)
+    first = 0
+    while first < rows - 1:
+        last, blocks = first, int(lengths[first])
+        while last < rows - 1 and last - first < most - 1 and min(blocks, common[last]) >= _LEAST_SHARED_BLOCKS:
+            blocks = min(blocks, common[last])
+            last += 1
+        if last > first:
+            group_blocks.append(blocks)
+            members += [first, last - first + 1]
+            counts[first : last + 1] = blocks
+        first = last + 1
+    if counts.sum() - sum(group_blocks) < _LEAST_SAVED_BLOCKS:
+        return None
+    padding = rows // 2 - len(group_blocks)
+    indptr = np.concatenate(([0], np.cumsum(group_blocks + [0] * padding))).astype(np.int32)
+    own_indptr = kv_indptr - np.concatenate(([0], counts.cumsum())).astype(np.int32)
+    return SharedBlocks(indptr, np.array(members + [0, 0] * padding, dtype=np.int32), own_indptr)
 
 
 def window_indptr(kv_lens: NDArray[np.int32], window: int, block_tokens: int) -> NDArray[np.int32]:
@@ -161,9 +225,18 @@ class TritonDecodeAttention:
         self._overlap_launches = gpu.overlaps_launches
         device = cache.layer(0)[0].device
         slots = 2 * max(self._workers(gpu.num_sms, of) for of in (self._whole, self._part))
-        self.partials = torch.empty(slots, config.num_heads, config.head_dim, dtype=torch.float32, device=device)
-        self.partial_lse = torch.empty(slots, config.num_heads, dtype=torch.float32, device=device)
+        members = 1 if self._windows != {None} else self._whole.members
+        sizes = config.num_heads, config.head_dim
+        self.partials = torch.empty(slots * members, *sizes, dtype=torch.float32, device=device)
+        self.partial_lse = torch.empty(slots * members, config.num_heads, dtype=torch.float32, device=device)
         self.arrived = torch.zeros(max_rows * config.num_kv_heads, dtype=torch.int32, device=device)
+        self.prefixes = torch.empty(max_rows if members > 1 else 0, *sizes, dtype=torch.float32, device=device)
+        self.prefix_lse = torch.empty(self.prefixes.shape[:2], dtype=torch.float32, device=device)
+
+    @property
+    def members(self) -> int:
+        """Most rows of a group of :class:`SharedBlocks`."""
+        return self._whole.members
 
     def plan(self, batch: DecodeBatch, *, num_sms: int | None = None) -> "PlannedDecode":
         """Lay the launches out for a number of SMs, None for all; computes and copies nothing.
@@ -182,13 +255,14 @@ class TritonDecodeAttention:
                 f"decode attention was asked to run on {num_sms} SMs: name 1 to {self._num_sms}, the device's"
             )
         settings = self._whole if num_sms == self._num_sms else self._part
-        workers = self._workers(num_sms, settings)
+        workers, shares = self._workers(num_sms, settings), batch.shared is not None
         return PlannedDecode(
             self,
             batch,
             rows,
-            {w: self._attention(rows, workers, settings, w) for w in self._windows},
+            {w: self._attention(rows, workers, settings, w, goes_on=shares) for w in self._windows},
             None if rows >= settings.combine_rows else self._combination(rows, workers),
+            self._attention(rows // 2, workers, settings, None, members=settings.members) if shares else None,
         )
 
     def _workers(self, num_sms: int, settings: DecodeKernelSettings) -> int:
@@ -196,11 +270,20 @@ class TritonDecodeAttention:
         head_groups = self._config.num_kv_heads // settings.kv_heads
         return max(1, num_sms * settings.ctas_per_sm // head_groups)
 
-    def _attention(self, rows: int, workers: int, settings: DecodeKernelSettings, window: int | None) -> RepeatedLaunch:
+    def _attention(
+        self,
+        rows: int,
+        workers: int,
+        settings: DecodeKernelSettings,
+        window: int | None,
+        *,
+        members: int = 1,
+        goes_on: bool = False,
+    ) -> RepeatedLaunch:
         config = self._config
         head_groups = config.num_kv_heads // settings.kv_heads
-        combines = rows >= settings.combine_rows
-        q_heads = settings.kv_heads * (config.num_heads // config.num_kv_heads)
+        combines = rows >= settings.combine_rows or members > 1
+        q_rows = members * settings.kv_heads * (config.num_heads // config.num_kv_heads)
         return RepeatedLaunch(
             decode_attention_kernel,
             (workers * head_groups,),
@@ -211,15 +294,19 @@ class TritonDecodeAttention:
                 "HEAD_DIM": config.head_dim,
                 "BLOCK_TOKENS": self.cache.block_tokens,
                 "KV_HEADS": settings.kv_heads,
-                "Q_BLOCK": max(_LEAST_Q_BLOCK, triton.next_power_of_2(q_heads)),
+                "Q_BLOCK": max(_LEAST_Q_BLOCK, triton.next_power_of_2(q_rows)),
                 "TILE": settings.tile,
                 "ROWS_BLOCK": triton.next_power_of_2(self._max_rows),
                 "STAGES": 3,  # of the loop over tiles, which needs at least these
                 "WINDOW": window or 0,
+                "MEMBERS": members,
+                "CONTINUE": goes_on,
                 "COMBINE": combines,
                 "PDL": self._overlap_launches and not combines,
             },
-            options={"num_warps": settings.num_warps, "maxnreg": settings.max_registers},
+            options={"num_warps": 4, "maxnreg": None}
+            if members > 1
+            else {"num_warps": settings.num_warps, "maxnreg": settings.max_registers},
         )
 
     def _combination(self, rows: int, workers: int) -> RepeatedLaunch:
@@ -242,7 +329,7 @@ class PlannedDecode(Attention):
     """Decode attention of one batch, to run for each layer.
 
     ``attention`` is by window. ``combination`` is the second kernel, which adds the results of ranges of blocks up;
-    None where the first does so.
+    None where the first does so. ``prefixes`` comes first, over common blocks, if there are any.
     """
 
     lane: TritonDecodeAttention
@@ -250,6 +337,7 @@ class PlannedDecode(Attention):
     num_rows: int
     attention: Mapping[int | None, RepeatedLaunch]
     combination: RepeatedLaunch | None
+    prefixes: RepeatedLaunch | None = None
 
     def run_into(self, layer: int, rows: LayerRows, out: Tensor) -> None:
         """Queries and ``out`` are [rows, num_heads, head_dim] and contiguous; ConfigError for others."""
@@ -260,12 +348,20 @@ class PlannedDecode(Attention):
                     f"found shape {tuple(tensor.shape)}, strides {tensor.stride()}"
                 )
         keys, values = self.lane.cache.layer(layer)
-        batch, partials, lse = self.batch, self.lane.partials, self.lane.partial_lse
-        window = self.lane.cache.windows[layer]
+        lane, batch, partials, lse = self.lane, self.batch, self.lane.partials, self.lane.partial_lse
+        window = lane.cache.windows[layer]
         indptr = batch.kv_indptr if window is None else batch.window_indptr[window]
+        members, cached = batch.kv_indptr, (keys, values)
+        blocks = batch.kv_indptr, batch.kv_indices, batch.last_block_tokens
+        if batch.shared is not None and self.prefixes is not None:
+            indptr, members = batch.shared.own_indptr, batch.shared.members
+            self.prefixes(
+                *(rows.q, *cached, batch.shared.group_indptr, *blocks, members, lane.prefixes, lane.prefix_lse),
+                *(lane.prefixes, partials, lse, lane.arrived),
+            )
         self.attention[window](
-            *(rows.q, keys, values, indptr, batch.kv_indptr, batch.kv_indices, batch.last_block_tokens, out),
-            *(partials, lse, self.lane.arrived),
+            *(rows.q, *cached, indptr, *blocks, members, lane.prefixes, lane.prefix_lse),
+            *(out, partials, lse, lane.arrived),
         )
         if self.combination is not None:
             self.combination(indptr, partials, lse, out)

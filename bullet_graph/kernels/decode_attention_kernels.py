@@ -6,6 +6,10 @@ output. Of a sequence that reaches beyond its range it writes a partial result, 
 that comes last, or a second kernel, adds the partial results up.
 
 In a layer with a window, only the blocks that the window touches form the line, the last of each sequence.
+
+Sequences that begin with the same blocks may be told as groups of MEMBERS at most. A launch of its own reads a group's
+common blocks once for all members' queries, as one sequence with more rows. The launch of the sequences goes on from
+its results, with the blocks after them.
 """
 
 import triton
@@ -45,7 +49,10 @@ def _block_ids(ids_ptr, start, key_tokens, num_tokens, TILE_TOKENS: tl.constexpr
 def _sum_of_partials(
     partial_ptr, partial_lse_ptr, first, last, heads, inside, NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr
 ):
-    """Sum of the partial results of workers first to last, for heads of one sequence: [len(heads), HEAD_DIM]."""
+    """Sum of the partial results of workers first to last, for heads of one sequence, and its log-sum-exp.
+
+    [len(heads), HEAD_DIM] and [len(heads)].
+    """
     BLOCK: tl.constexpr = heads.shape[0]
     lanes = tl.arange(0, HEAD_DIM)
     peak = tl.full((BLOCK,), -float("inf"), tl.float32)
@@ -70,7 +77,8 @@ def _sum_of_partials(
             peak = new_peak
             mass = mass * shrink + weight
             sums = sums * shrink[:, None] + partial * weight[:, None]
-    return sums / tl.where(inside, mass, 1.0)[:, None]
+    mass = tl.where(inside, mass, 1.0)
+    return sums / mass[:, None], peak + tl.log2(mass)
 
 
 @triton.jit
@@ -95,6 +103,9 @@ def decode_attention_kernel(
     block_indptr_ptr,
     kv_indices_ptr,
     last_block_tokens_ptr,
+    members_ptr,
+    prefix_ptr,
+    prefix_lse_ptr,
     out_ptr,
     partial_ptr,
     partial_lse_ptr,
@@ -111,6 +122,8 @@ def decode_attention_kernel(
     ROWS_BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
     WINDOW: tl.constexpr,
+    MEMBERS: tl.constexpr,
+    CONTINUE: tl.constexpr,
     COMBINE: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -119,6 +132,11 @@ def decode_attention_kernel(
     A tile's keys are those of KV_HEADS heads, token by token as they lie in memory. One product multiplies all query
     heads with all of them, and masks pairs of different heads. With one head at a time, most rows of the product would
     be padding and the loads scattered.
+
+    With MEMBERS above 1, a sequence of the line is a group: ``members_ptr`` [groups, 2] has the batch's first row of it
+    and the number of its rows, ``kv_indptr_ptr`` counts common blocks, and results go to ``out_ptr`` and
+    ``prefix_lse_ptr``. With CONTINUE, rows with fewer blocks in ``kv_indptr_ptr`` than in ``block_indptr_ptr`` go on
+    from these (``prefix_ptr``).
 
     WINDOW is how many of the last tokens each sequence attends to, 0 for all. With one, ``kv_indptr_ptr`` counts the
     blocks of the window alone, and ``block_indptr_ptr`` says where all blocks of each sequence are.
@@ -146,12 +164,13 @@ def decode_attention_kernel(
     row = tl.sum((ends + rows + 1 <= unit).to(tl.int32), axis=0)
 
     lanes = tl.arange(0, HEAD_DIM)
-    q_heads = tl.arange(0, Q_BLOCK)
+    # Members' heads one after the other; what is left of the block is masked.
+    members = tl.arange(0, Q_BLOCK) // Q_HEADS
+    q_heads = tl.arange(0, Q_BLOCK) % Q_HEADS
     keys = tl.arange(0, TILE)
     key_tokens = keys // KV_HEADS
     key_heads = keys % KV_HEADS
-    # Padding rows go with the last head: they need some key, or they become NaN.
-    same_head = tl.minimum(q_heads // GROUP, KV_HEADS - 1)[:, None] == key_heads[None, :]
+    same_head = (q_heads // GROUP)[:, None] == key_heads[None, :]
     at_heads = (head_group * KV_HEADS + key_heads) * HEAD_DIM
 
     while unit < range_end:
@@ -166,19 +185,26 @@ def decode_attention_kernel(
         if last_block > first_block:
             ids_ptr = kv_indices_ptr + first_block
             num_tokens = (last_block - first_block) * BLOCK_TOKENS
-            if last_block == end:
+            first_row = row
+            num_members = 1
+            if MEMBERS > 1:
+                first_row = tl.load(members_ptr + 2 * row)
+                num_members = tl.load(members_ptr + 2 * row + 1)
+                ids_ptr += tl.load(block_indptr_ptr + first_row) - begin
+            elif last_block == end:
                 num_tokens += tl.load(last_block_tokens_ptr + row) - BLOCK_TOKENS
             first_token = 0
             first_start = 0
-            if WINDOW > 0:
+            if WINDOW > 0 or CONTINUE:
                 ids_ptr += tl.load(block_indptr_ptr + row + 1) - end
+            if WINDOW > 0:
                 # The window begins within the line's first block of the sequence.
                 after = (end - first_block - 1) * BLOCK_TOKENS + tl.load(last_block_tokens_ptr + row)
                 first_token = tl.maximum(after - WINDOW, 0)
                 # Not in a tile without any key: its maximum would be that of nothing.
                 first_start = first_token // TILE_TOKENS * TILE_TOKENS
-            q_at = row.to(tl.int64) * NUM_HEADS + head_group * Q_HEADS + q_heads
-            q_inside = q_heads < Q_HEADS
+            q_at = (first_row + members).to(tl.int64) * NUM_HEADS + head_group * Q_HEADS + q_heads
+            q_inside = members < num_members
             q = tl.load(q_ptr + q_at[:, None] * HEAD_DIM + lanes[None, :], mask=q_inside[:, None], other=0.0)
             if keys_ptr.dtype.element_ty == tl.float8e4nv and q.dtype == tl.bfloat16:
                 # FP8 becomes fp16 in one instruction, bfloat16 in four.
@@ -186,6 +212,13 @@ def decode_attention_kernel(
             peak = tl.full((Q_BLOCK,), -float("inf"), tl.float32)
             mass = tl.zeros((Q_BLOCK,), tl.float32)
             sums = tl.zeros((Q_BLOCK, HEAD_DIM), tl.float32)
+            if CONTINUE:
+                num_blocks = tl.load(block_indptr_ptr + row + 1) - tl.load(block_indptr_ptr + row)
+                goes_on = members < tl.where(starts_here & (num_blocks > end - begin), 1, 0)
+                peak = tl.load(prefix_lse_ptr + q_at, mask=goes_on, other=-float("inf"))
+                mass = tl.where(goes_on, 1.0, 0.0)
+                prefix_ptrs = prefix_ptr + q_at[:, None] * HEAD_DIM + lanes[None, :]
+                sums = tl.load(prefix_ptrs, mask=goes_on[:, None], other=0.0)
             ids = _block_ids(ids_ptr, first_start, key_tokens, num_tokens, TILE_TOKENS, BLOCK_TOKENS)
             for start in tl.range(first_start, num_tokens, TILE_TOKENS, num_stages=STAGES):
                 tokens = start + key_tokens
@@ -220,10 +253,13 @@ def decode_attention_kernel(
             if starts_here & (last_block == end):
                 out_ptrs = out_ptr + q_at[:, None] * HEAD_DIM + lanes[None, :]
                 tl.store(out_ptrs, attended.to(out_ptr.dtype.element_ty), mask=q_inside[:, None])
+                if MEMBERS > 1:
+                    tl.store(prefix_lse_ptr + q_at, peak + tl.log2(mass), mask=q_inside)
             else:
                 # The first sequence of a range goes into the worker's first slot, the last into its second.
                 slot = 2 * worker + starts_here.to(tl.int32)
-                partial_at = slot * NUM_HEADS + head_group * Q_HEADS + q_heads
+                heads = members * NUM_HEADS + head_group * Q_HEADS + q_heads
+                partial_at = slot * (MEMBERS * NUM_HEADS) + heads
                 partial_ptrs = partial_ptr + partial_at[:, None] * HEAD_DIM + lanes[None, :]
                 tl.store(partial_ptrs, attended, mask=q_inside[:, None])
                 tl.store(partial_lse_ptr + partial_at, peak + tl.log2(mass), mask=q_inside)
@@ -235,12 +271,13 @@ def decode_attention_kernel(
                     tl.debug_barrier()
                     if tl.atomic_add(arrived_at, 1, sem="acq_rel", scope="gpu") == last - first:
                         tl.store(arrived_at, 0)
-                        heads = head_group * Q_HEADS + q_heads
-                        attended = _sum_of_partials(
-                            partial_ptr, partial_lse_ptr, first, last, heads, q_inside, NUM_HEADS, HEAD_DIM
+                        attended, lse = _sum_of_partials(
+                            partial_ptr, partial_lse_ptr, first, last, heads, q_inside, MEMBERS * NUM_HEADS, HEAD_DIM
                         )
                         out_ptrs = out_ptr + q_at[:, None] * HEAD_DIM + lanes[None, :]
                         tl.store(out_ptrs, attended.to(out_ptr.dtype.element_ty), mask=q_inside[:, None])
+                        if MEMBERS > 1:
+                            tl.store(prefix_lse_ptr + q_at, lse, mask=q_inside)
         unit = unit_end
         row += 1
 

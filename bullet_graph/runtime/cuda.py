@@ -186,6 +186,7 @@ class CudaExecutor(Executor):
                     decoder,
                     self._state,
                     max_batch_size=max_num_seqs,
+                    shares_prefixes=config.prefix_caching,
                     compiler=compiler,
                     communicator=communicators.get("decode"),
                 )

@@ -15,7 +15,13 @@ from bullet_graph.graphs.piecewise import PiecewiseGraphs
 from bullet_graph.kernels import flashinfer_attention
 from bullet_graph.kernels.attention import MixedAttention
 from bullet_graph.kernels.communicator import Communicator
-from bullet_graph.kernels.decode_attention import DecodeBatch, TritonDecodeAttention, window_indptr
+from bullet_graph.kernels.decode_attention import (
+    DecodeBatch,
+    SharedBlocks,
+    TritonDecodeAttention,
+    shared_blocks,
+    window_indptr,
+)
 from bullet_graph.kernels.gpu import Gpu
 from bullet_graph.kernels.memory import Uploader
 from bullet_graph.kernels.sampler import SamplingState
@@ -92,9 +98,10 @@ class EagerLane:
         # load first, which stalls it for some 45 ms on an H200.
         self._sampled_buckets = batch_size_buckets(max_num_seqs)
         self._windows = decoder.cache.distinct_windows
-        # Fourteen arrays with an entry per row or sequence, two more for each window, and the block ids, twice for
-        # prompts that end. A bucket has at most ``max_rows``, too; scored rows are padded.
-        num_arrays = 14 + 2 * len(self._windows)
+        # Fourteen arrays with an entry per row or sequence, those of common blocks, which have 2.5, two more for each
+        # window, and the block ids, twice for prompts that end. A bucket has at most ``max_rows``, too; scored rows are
+        # padded.
+        num_arrays = 17 + 2 * len(self._windows)
         self._uploader = Uploader(num_arrays * (max_rows + SCORED_ROWS) + 2 * decoder.cache.num_blocks, device)
 
     def run(self, rows: Rows, *, whole_gpu: bool = True) -> tuple[Tensor, Tensor]:
@@ -125,6 +132,11 @@ class EagerLane:
             for kv_lens in (rows.kv_lens[ended], rows.kv_lens[n:])
             for window in self._windows
         ]
+        # Of decode rows, whose blocks are numbered from the first one's.
+        shared = None
+        if not self._windows and len(rows.decode_slots):
+            own = rows.kv_indptr[n:] - rows.kv_indptr[n]
+            shared = shared_blocks(own, rows.kv_indices[rows.kv_indptr[n] :], self._decode_attention.members)
         arrays = {
             "token_ids": rows.token_ids,
             "decode_slots": rows.decode_slots,
@@ -141,7 +153,8 @@ class EagerLane:
             "ended_indices": ended_kv_indices,
             "ended_last_block": last_block_tokens[ended],
         }
-        uploaded = self._uploader.upload(*arrays.values(), *window_indptrs, *to_score)
+        shared_arrays = () if shared is None else shared.arrays()
+        uploaded = self._uploader.upload(*arrays.values(), *window_indptrs, *shared_arrays, *to_score)
         gpu = SimpleNamespace(**dict(zip(arrays, uploaded, strict=False)))
         windows_and_scored = uploaded[len(arrays) :]
         ended_by_window, decode_by_window = (
@@ -170,13 +183,13 @@ class EagerLane:
                 gpu.q_indptr[num_cached : n + 1], torch.from_numpy(rows.q_indptr[num_cached : n + 1])
             )
         if len(rows.decode_slots):
-            # Their blocks are numbered from the first decode row's.
             decode = self._decode_attention.plan(
                 DecodeBatch(
                     gpu.kv_indptr[n:] - int(rows.kv_indptr[n]),
                     gpu.kv_indices[rows.kv_indptr[n] :],
                     gpu.last_block[n:],
                     decode_by_window,
+                    None if shared is None else SharedBlocks(*windows_and_scored[:3]),
                 )
             )
         sampled = SampledRows(gpu.sample_rows, None)

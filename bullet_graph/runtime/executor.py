@@ -89,9 +89,10 @@ def keep_for_ever(what: object) -> None:
 
 
 def clear_frames(failure: BaseException | None) -> None:
-    """Free what an error's traceback holds, and everything else that only cycles hold."""
-    if failure is not None:
+    """Free what the tracebacks of an error and of its causes hold, and everything else that only cycles hold."""
+    while failure is not None:
         traceback.clear_frames(failure.__traceback__)
+        failure = failure.__cause__ or failure.__context__
     gc.collect()
 
 

@@ -21,8 +21,10 @@ pytest.importorskip("triton", reason="Triton is published for Linux only")
 from bullet_graph.kernels.decode_attention import (
     DecodeBatch,
     DecodeKernelSettings,
+    SharedBlocks,
     TritonDecodeAttention,
     default_settings,
+    shared_blocks,
     window_indptr,
 )
 
@@ -176,6 +178,68 @@ def test_any_batch(
         seed=seed,
         twice=True,
     )
+
+
+def batch_of(rows: list[list[int]], last: int = 3) -> tuple[np.ndarray, np.ndarray, DecodeBatch]:
+    """Rows of these blocks, the last of which holds ``last`` tokens."""
+    indptr = np.array([0, *accumulate(map(len, rows))], dtype=np.int32)
+    indices = np.concatenate(rows).astype(np.int32)
+    shared = shared_blocks(indptr, indices, 3)
+    on_device = None if shared is None else SharedBlocks(*(torch.from_numpy(a).to(DEVICE) for a in shared.arrays()))
+    lasts = torch.full((len(rows),), last, dtype=torch.int32, device=DEVICE)
+    tensors = torch.from_numpy(indptr).to(DEVICE), torch.from_numpy(indices).to(DEVICE)
+    return indptr, indices, DecodeBatch(*tensors, lasts, shared=on_device)
+
+
+@settings(max_examples=10)
+@given(
+    groups=st.lists(st.tuples(st.integers(0, 5), st.lists(st.integers(1, 3), min_size=1, max_size=4)), max_size=3),
+    num_sms=st.integers(1, 3),
+    combine_rows=st.sampled_from([1, 99]),
+    fp8_kv=st.booleans(),
+)
+def test_common_blocks_are_read_once(
+    groups: list[tuple[int, list[int]]], num_sms: int, combine_rows: int, fp8_kv: bool
+) -> None:
+    """Each group has common blocks, perhaps none, and rows with so many blocks of their own."""
+    ids = iter(range(1, 100))
+    rows = [[next(ids)], [next(ids)]]
+    for num_common, own in groups:
+        common = [next(ids) for _ in range(num_common)]
+        rows += [common + [next(ids) for _ in range(count)] for count in own]
+    config = dataclasses.replace(model(heads=4, head_dim=16), fp8_kv=fp8_kv)
+    cache = filled_cache(config, 100, torch.float32, block_tokens=4)
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("_LEAST_SHARED_BLOCKS", "_LEAST_SAVED_BLOCKS"):
+            patch.setattr(f"bullet_graph.kernels.decode_attention.{name}", 1)
+        indptr, _indices, batch = batch_of(rows)
+    assert (batch.shared is not None) == any(num_common and len(own) > 1 for num_common, own in groups)
+    lens = (4 * np.diff(indptr) - 1).tolist()
+    q = torch.randn(len(rows), 4, 16, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    reference = ReferenceAttention(
+        cache, q_indptr=list(range(len(rows) + 1)), kv_lens=lens, kv_indptr=indptr.tolist(), kv_indices=batch.kv_indices
+    )
+    kernel = DecodeKernelSettings(kv_heads=2, tile=16, ctas_per_sm=2, combine_rows=combine_rows, members=3)
+    plan = lane_of(config, cache, max_rows=len(rows), num_sms=num_sms, kernel=kernel).plan(batch)
+    for _ in range(2):
+        torch.testing.assert_close(plan.run(LAYER, rows_of(q)), reference.run(LAYER, rows_of(q)), rtol=1e-5, atol=1e-5)
+
+
+def test_which_blocks_are_common() -> None:
+    common = list(range(1, 101))
+    rows = [[*common, 200 + row] for row in range(5)] + [[7], [*common[:50], 300, 301], [8]]
+    _, _, batch = batch_of(rows)
+    assert batch.shared is not None
+    # At most three at a time; the last of the five goes with none: the row after it is another's.
+    assert batch.shared.members.tolist() == [0, 3, 3, 2, 0, 0, 0, 0]
+    assert batch.shared.group_indptr.tolist() == [0, 100, 200, 200, 200]
+    assert torch.diff(batch.shared.own_indptr).tolist() == [1, 1, 1, 1, 1, 1, 52, 1]
+    assert batch_of([[*common, 200], [9]])[2].shared is None
+    # Few blocks to save, or few in common.
+    assert batch_of([[*common, 200], [*common, 201]])[2].shared is None
+    assert batch_of([[*common[:7], 200 + row] for row in range(60)])[2].shared is None
+    # A row's last block is its own, whatever its number.
+    assert batch_of([common[:9]] * 90)[2].shared.group_indptr[1] == 8  # type: ignore[union-attr]
 
 
 def test_one_sequence_over_more_workers_than_are_combined_at_once() -> None:
