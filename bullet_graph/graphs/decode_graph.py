@@ -16,7 +16,6 @@ from bullet_graph.kernels.decode_attention import (
     PlannedDecode,
     SharedBlocks,
     TritonDecodeAttention,
-    shared_blocks,
     window_indptr,
 )
 from bullet_graph.kernels.gpu import Gpu, captured, fitting_blas
@@ -96,7 +95,7 @@ class DecodeGraphs:
         self._padding_slot = max_batch_size
         self.batch_sizes = batch_size_buckets(max_batch_size)
         self._windows = decoder.cache.distinct_windows
-        self._shares_prefixes = shares_prefixes and not self._windows
+        self._shares_prefixes = shares_prefixes and self._attention.can_share
         # Six arrays with an entry per row, one more for each window, those of common blocks, which have 2.5, and the
         # block ids, with those of padding.
         self._uploader = Uploader(
@@ -152,7 +151,7 @@ class DecodeGraphs:
             raise ConfigError(f"no decode graph was captured for {key}; captured: {len(self._captured)} graphs")
         padded, shared = self._pad(inputs, key.batch_size), None
         if (key, True) in self._captured:
-            shared = shared_blocks(padded.kv_indptr, padded.kv_indices, self._attention.members)
+            shared = self._attention.shared_blocks(padded.kv_indptr, padded.kv_indices)
         self._prepare(padded, partition, shared)
         graph, token_ids = self._captured[key, shared is not None]
         graph.replay()
@@ -187,7 +186,7 @@ class DecodeGraphs:
         )
 
     def _prepare(
-        self, inputs: DecodeInputs, partition: SmPartition, shared: SharedBlocks[Int32Array] | None
+        self, inputs: DecodeInputs, partition: SmPartition, shared: SharedBlocks[Int32Array] | None = None
     ) -> _DeviceStep:
         """Upload the inputs; addresses depend on the batch size and on whether blocks are shared alone."""
         block_tokens = np.int32(self._decoder.cache.block_tokens)

@@ -24,7 +24,7 @@ _LEAST_Q_BLOCK = 16
 """Rows of the tensor cores' smallest product."""
 _TILE_ELEMENTS = 64 * 128
 _LEAST_SHARED_BLOCKS = 8
-_LEAST_SAVED_BLOCKS = 256
+_LEAST_SAVED_BYTES = 2**26
 _ALIGNMENT_BYTES = 16
 """Triton compiles a kernel anew for pointers without this alignment."""
 
@@ -43,6 +43,7 @@ class DecodeKernelSettings:
         combine_rows: from this batch size on, the program that finishes a sequence last adds its parts up. Smaller
             batches have many parts per sequence, and a second kernel adds them on more SMs.
         members: most rows that read common blocks at once.
+        group_units: fewest blocks for a program that reads common blocks, if there are as many.
     """
 
     kv_heads: int
@@ -52,6 +53,7 @@ class DecodeKernelSettings:
     num_warps: int = 4
     combine_rows: int = 32
     members: int = 4
+    group_units: int = 16
 
 
 def default_settings(config: DecoderShape, *, whole_gpu: bool = True) -> DecodeKernelSettings:
@@ -146,9 +148,11 @@ class SharedBlocks(Generic[Array]):
 
 
 def shared_blocks(
-    kv_indptr: NDArray[np.int32], kv_indices: NDArray[np.int32], most: int
+    kv_indptr: NDArray[np.int32], kv_indices: NDArray[np.int32], *, most: int, least: int
 ) -> SharedBlocks[NDArray[np.int32]] | None:
-    """Find groups of at most ``most`` neighbouring rows that begin with the same blocks; None where they save little.
+    """Find groups of at most ``most`` neighbouring rows that begin with the same blocks.
+
+    None where ``least`` blocks are not saved.
 
     The arrays are those of a :class:`DecodeBatch`. There are as many groups as the rows can form.
     """
@@ -176,7 +180,7 @@ def shared_blocks(
             members += [first, last - first + 1]
             counts[first : last + 1] = blocks
         first = last + 1
-    if counts.sum() - sum(group_blocks) < _LEAST_SAVED_BLOCKS:
+    if not group_blocks or counts.sum() - sum(group_blocks) < least:
         return None
     padding = rows // 2 - len(group_blocks)
     indptr = np.concatenate(([0], np.cumsum(group_blocks + [0] * padding))).astype(np.int32)
@@ -225,7 +229,7 @@ class TritonDecodeAttention:
         self._overlap_launches = gpu.overlaps_launches
         device = cache.layer(0)[0].device
         slots = 2 * max(self._workers(gpu.num_sms, of) for of in (self._whole, self._part))
-        members = 1 if self._windows != {None} else self._whole.members
+        members = self._whole.members if self.can_share else 1
         sizes = config.num_heads, config.head_dim
         self.partials = torch.empty(slots * members, *sizes, dtype=torch.float32, device=device)
         self.partial_lse = torch.empty(slots * members, config.num_heads, dtype=torch.float32, device=device)
@@ -234,9 +238,19 @@ class TritonDecodeAttention:
         self.prefix_lse = torch.empty(self.prefixes.shape[:2], dtype=torch.float32, device=device)
 
     @property
-    def members(self) -> int:
-        """Most rows of a group of :class:`SharedBlocks`."""
-        return self._whole.members
+    def can_share(self) -> bool:
+        """Whether rows may read common blocks once: without windows, and not over an FP8 cache, where it is slower."""
+        return self._windows == {None} and not self._config.fp8_kv and self._whole.members > 1
+
+    def shared_blocks(
+        self, kv_indptr: NDArray[np.int32], kv_indices: NDArray[np.int32]
+    ) -> SharedBlocks[NDArray[np.int32]] | None:
+        """:func:`shared_blocks` of a batch, as a batch on the whole GPU can take them; None where that is slower."""
+        if not self.can_share:
+            return None
+        keys, _ = self.cache.layer(0)
+        least = _LEAST_SAVED_BYTES // (2 * keys[0].nbytes)
+        return shared_blocks(kv_indptr, kv_indices, most=self._whole.members, least=least)
 
     def plan(self, batch: DecodeBatch, *, num_sms: int | None = None) -> "PlannedDecode":
         """Lay the launches out for a number of SMs, None for all; computes and copies nothing.
@@ -256,6 +270,8 @@ class TritonDecodeAttention:
             )
         settings = self._whole if num_sms == self._num_sms else self._part
         workers, shares = self._workers(num_sms, settings), batch.shared is not None
+        if shares and not self.can_share:
+            raise ConfigError("a decode batch with common blocks needs a model without windows and a 16-bit KV cache")
         return PlannedDecode(
             self,
             batch,
@@ -300,6 +316,7 @@ class TritonDecodeAttention:
                 "STAGES": 3,  # of the loop over tiles, which needs at least these
                 "WINDOW": window or 0,
                 "MEMBERS": members,
+                "LEAST_UNITS": settings.group_units,
                 "CONTINUE": goes_on,
                 "COMBINE": combines,
                 "PDL": self._overlap_launches and not combines,

@@ -123,6 +123,7 @@ def decode_attention_kernel(
     STAGES: tl.constexpr,
     WINDOW: tl.constexpr,
     MEMBERS: tl.constexpr,
+    LEAST_UNITS: tl.constexpr,
     CONTINUE: tl.constexpr,
     COMBINE: tl.constexpr,
     PDL: tl.constexpr,
@@ -135,8 +136,8 @@ def decode_attention_kernel(
 
     With MEMBERS above 1, a sequence of the line is a group: ``members_ptr`` [groups, 2] has the batch's first row of it
     and the number of its rows, ``kv_indptr_ptr`` counts common blocks, and results go to ``out_ptr`` and
-    ``prefix_lse_ptr``. With CONTINUE, rows with fewer blocks in ``kv_indptr_ptr`` than in ``block_indptr_ptr`` go on
-    from these (``prefix_ptr``).
+    ``prefix_lse_ptr``. Ranges then have at least LEAST_UNITS. With CONTINUE, rows with fewer blocks in
+    ``kv_indptr_ptr`` than in ``block_indptr_ptr`` go on from these (``prefix_ptr``).
 
     WINDOW is how many of the last tokens each sequence attends to, 0 for all. With one, ``kv_indptr_ptr`` counts the
     blocks of the window alone, and ``block_indptr_ptr`` says where all blocks of each sequence are.
@@ -156,6 +157,9 @@ def decode_attention_kernel(
     head_group = tl.program_id(0) % HEAD_GROUPS
     workers = tl.num_programs(0) // HEAD_GROUPS
     total = tl.load(kv_indptr_ptr + num_rows) + num_rows
+    if MEMBERS > 1:
+        # Partial results are large, and one program adds those of a group up: rather fewer, longer ranges.
+        workers = tl.maximum(tl.minimum(workers, total // LEAST_UNITS), 1)
     unit = _range_start(worker, total, workers)
     range_end = _range_start(worker + 1, total, workers)
 
@@ -173,7 +177,7 @@ def decode_attention_kernel(
     same_head = (q_heads // GROUP)[:, None] == key_heads[None, :]
     at_heads = (head_group * KV_HEADS + key_heads) * HEAD_DIM
 
-    while unit < range_end:
+    while (unit < range_end) & (worker < workers):
         begin = tl.load(kv_indptr_ptr + row)
         end = tl.load(kv_indptr_ptr + row + 1)
         # The first unit of a sequence is what starting it costs; then come its blocks.

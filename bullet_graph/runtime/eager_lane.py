@@ -15,13 +15,7 @@ from bullet_graph.graphs.piecewise import PiecewiseGraphs
 from bullet_graph.kernels import flashinfer_attention
 from bullet_graph.kernels.attention import MixedAttention
 from bullet_graph.kernels.communicator import Communicator
-from bullet_graph.kernels.decode_attention import (
-    DecodeBatch,
-    SharedBlocks,
-    TritonDecodeAttention,
-    shared_blocks,
-    window_indptr,
-)
+from bullet_graph.kernels.decode_attention import DecodeBatch, SharedBlocks, TritonDecodeAttention, window_indptr
 from bullet_graph.kernels.gpu import Gpu
 from bullet_graph.kernels.memory import Uploader
 from bullet_graph.kernels.sampler import SamplingState
@@ -134,9 +128,9 @@ class EagerLane:
         ]
         # Of decode rows, whose blocks are numbered from the first one's.
         shared = None
-        if not self._windows and len(rows.decode_slots):
+        if len(rows.decode_slots):
             own = rows.kv_indptr[n:] - rows.kv_indptr[n]
-            shared = shared_blocks(own, rows.kv_indices[rows.kv_indptr[n] :], self._decode_attention.members)
+            shared = self._decode_attention.shared_blocks(own, rows.kv_indices[rows.kv_indptr[n] :])
         arrays = {
             "token_ids": rows.token_ids,
             "decode_slots": rows.decode_slots,

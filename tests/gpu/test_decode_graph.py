@@ -69,7 +69,7 @@ def setup(request: pytest.FixtureRequest) -> Setup:
     generator = torch.Generator(DEVICE).manual_seed(7)
     state = SamplingState(MAX_BATCH + 1, config.vocab_size, DEVICE)
     state.last_token.random_(0, config.vocab_size, generator=generator)
-    graphs = DecodeGraphs(decoder, state, max_batch_size=MAX_BATCH)
+    graphs = DecodeGraphs(decoder, state, max_batch_size=MAX_BATCH, shares_prefixes=True)
     # A capture runs the step once: before its tokens are drawn, they may be in no vocabulary.
     torch.cuda.synchronize()
     stream = torch.cuda.Stream()
@@ -84,13 +84,17 @@ def on_device(array: Int32Array) -> torch.Tensor:
     return torch.from_numpy(array).long().to(DEVICE)
 
 
-def make_inputs(rows: int, seed: int) -> DecodeInputs:
+def make_inputs(rows: int, seed: int, common: int = 0) -> DecodeInputs:
+    """Rows of any length; but for the first, each half of them has so many blocks in common."""
     rng = np.random.default_rng(seed)
-    positions = rng.integers(0, 900, size=rows).astype(np.int32)
+    positions = rng.integers(common * BLOCK_TOKENS, 900, size=rows).astype(np.int32)
     positions[0] = 0
     counts = positions // BLOCK_TOKENS + 1
     blocks = (1 + rng.permutation(NUM_BLOCKS - 1)[: counts.sum()]).astype(np.int32)
     indptr = np.concatenate(([0], counts.cumsum())).astype(np.int32)
+    for half in np.array_split(indptr[1:-1], 2):
+        for start in half:
+            blocks[start : start + common] = blocks[half[0] : half[0] + common]
     kv_slots = blocks[indptr[1:] - 1] * BLOCK_TOKENS + positions % BLOCK_TOKENS
     slots = rng.permutation(MAX_BATCH)[:rows].astype(np.int32)
     return DecodeInputs(slots, positions, positions + 1, kv_slots.astype(np.int32), indptr, blocks)
@@ -112,12 +116,15 @@ def reference_logits(setup: Setup, inputs: DecodeInputs) -> torch.Tensor:
     return setup.reference.logits(hidden, functions.ops)
 
 
-@pytest.mark.parametrize("rows", [1, 2, 3, 8, 33, 64, 96])
+@pytest.mark.parametrize(("rows", "common"), [(1, 0), (2, 0), (3, 0), (8, 0), (33, 0), (64, 0), (96, 0), (96, 45)])
 @torch.inference_mode()
 def test_logits_are_close_to_float32_each_time(
-    setup: Setup, rows: int, record_property: Callable[[str, object], None]
+    setup: Setup, rows: int, common: int, record_property: Callable[[str, object], None]
 ) -> None:
-    inputs = make_inputs(rows, seed=rows)
+    inputs, attention = make_inputs(rows, seed=rows, common=common), setup.graphs._attention
+    shared = attention.shared_blocks(inputs.kv_indptr, inputs.kv_indices)
+    saves = common > 0 and setup.decoder.cache.layer(0)[0][0].nbytes >= 2**14
+    assert (shared is not None) == (saves and attention.can_share)
     before = setup.state.last_token.clone()
     align_caches(setup.decoder, setup.reference)
     expected = reference_logits(setup, inputs)

@@ -121,8 +121,7 @@ def test_a_step_replays_the_smallest_graph_of_its_partition(monkeypatch: pytest.
     }  # type: ignore[assignment]
     replayed: list[tuple[GraphKey, bool]] = []
     saved = [None, object()]
-    graphs._attention = SimpleNamespace(members=4)  # type: ignore[assignment]
-    monkeypatch.setattr("bullet_graph.graphs.decode_graph.shared_blocks", lambda *_: saved.pop())
+    graphs._attention = SimpleNamespace(shared_blocks=lambda *_: saved.pop())  # type: ignore[assignment]
     padded: list[int] = []
     monkeypatch.setattr(DecodeGraphs, "_pad", lambda _, inputs, size: padded.append(size) or inputs)
     monkeypatch.setattr(DecodeGraphs, "_prepare", lambda *_: None)

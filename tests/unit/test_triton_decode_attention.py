@@ -180,11 +180,11 @@ def test_any_batch(
     )
 
 
-def batch_of(rows: list[list[int]], last: int = 3) -> tuple[np.ndarray, np.ndarray, DecodeBatch]:
+def batch_of(rows: list[list[int]], *, last: int = 3, least: int = 256) -> tuple[np.ndarray, np.ndarray, DecodeBatch]:
     """Rows of these blocks, the last of which holds ``last`` tokens."""
     indptr = np.array([0, *accumulate(map(len, rows))], dtype=np.int32)
     indices = np.concatenate(rows).astype(np.int32)
-    shared = shared_blocks(indptr, indices, 3)
+    shared = shared_blocks(indptr, indices, most=3, least=least)
     on_device = None if shared is None else SharedBlocks(*(torch.from_numpy(a).to(DEVICE) for a in shared.arrays()))
     lasts = torch.full((len(rows),), last, dtype=torch.int32, device=DEVICE)
     tensors = torch.from_numpy(indptr).to(DEVICE), torch.from_numpy(indices).to(DEVICE)
@@ -196,10 +196,10 @@ def batch_of(rows: list[list[int]], last: int = 3) -> tuple[np.ndarray, np.ndarr
     groups=st.lists(st.tuples(st.integers(0, 5), st.lists(st.integers(1, 3), min_size=1, max_size=4)), max_size=3),
     num_sms=st.integers(1, 3),
     combine_rows=st.sampled_from([1, 99]),
-    fp8_kv=st.booleans(),
+    group_units=st.sampled_from([1, 3]),
 )
 def test_common_blocks_are_read_once(
-    groups: list[tuple[int, list[int]]], num_sms: int, combine_rows: int, fp8_kv: bool
+    groups: list[tuple[int, list[int]]], num_sms: int, combine_rows: int, group_units: int
 ) -> None:
     """Each group has common blocks, perhaps none, and rows with so many blocks of their own."""
     ids = iter(range(1, 100))
@@ -207,19 +207,20 @@ def test_common_blocks_are_read_once(
     for num_common, own in groups:
         common = [next(ids) for _ in range(num_common)]
         rows += [common + [next(ids) for _ in range(count)] for count in own]
-    config = dataclasses.replace(model(heads=4, head_dim=16), fp8_kv=fp8_kv)
+    config = model(heads=4, head_dim=16)
     cache = filled_cache(config, 100, torch.float32, block_tokens=4)
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("_LEAST_SHARED_BLOCKS", "_LEAST_SAVED_BLOCKS"):
-            patch.setattr(f"bullet_graph.kernels.decode_attention.{name}", 1)
-        indptr, _indices, batch = batch_of(rows)
+        patch.setattr("bullet_graph.kernels.decode_attention._LEAST_SHARED_BLOCKS", 1)
+        indptr, _indices, batch = batch_of(rows, least=1)
     assert (batch.shared is not None) == any(num_common and len(own) > 1 for num_common, own in groups)
     lens = (4 * np.diff(indptr) - 1).tolist()
     q = torch.randn(len(rows), 4, 16, generator=torch.Generator().manual_seed(1)).to(DEVICE)
     reference = ReferenceAttention(
         cache, q_indptr=list(range(len(rows) + 1)), kv_lens=lens, kv_indptr=indptr.tolist(), kv_indices=batch.kv_indices
     )
-    kernel = DecodeKernelSettings(kv_heads=2, tile=16, ctas_per_sm=2, combine_rows=combine_rows, members=3)
+    kernel = DecodeKernelSettings(
+        kv_heads=2, tile=16, ctas_per_sm=2, combine_rows=combine_rows, members=3, group_units=group_units
+    )
     plan = lane_of(config, cache, max_rows=len(rows), num_sms=num_sms, kernel=kernel).plan(batch)
     for _ in range(2):
         torch.testing.assert_close(plan.run(LAYER, rows_of(q)), reference.run(LAYER, rows_of(q)), rtol=1e-5, atol=1e-5)
@@ -238,6 +239,17 @@ def test_which_blocks_are_common() -> None:
     # Few blocks to save, or few in common.
     assert batch_of([[*common, 200], [*common, 201]])[2].shared is None
     assert batch_of([[*common[:7], 200 + row] for row in range(60)])[2].shared is None
+    # A block of this cache is 16 KiB: 4,096 of them are too few to save, unless kernels are told otherwise.
+    lane = lane_of(model(), filled_cache(model(), 2, torch.float32), max_rows=8)
+    many = np.tile(np.arange(2000), 4), 2000 * np.arange(5)
+    assert lane.shared_blocks(many[1], many[0]) is not None
+    assert lane.shared_blocks(many[1][:3], many[0]) is None
+    # Other layers' or another format's kernels do not know groups.
+    for other in (model(window=9), dataclasses.replace(model(), fp8_kv=True)):
+        lane = lane_of(other, filled_cache(other, 2, torch.float32), max_rows=8)
+        assert lane.shared_blocks(np.array([0, 9, 18]), np.tile(np.arange(9), 2)) is None
+        with pytest.raises(ConfigError, match="without windows"):
+            lane.plan(batch)
     # A row's last block is its own, whatever its number.
     assert batch_of([common[:9]] * 90)[2].shared.group_indptr[1] == 8  # type: ignore[union-attr]
 
