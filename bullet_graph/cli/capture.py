@@ -64,8 +64,7 @@ def build(config: EngineConfig, store: CaptureStore, as_json: bool) -> None:
     """
     # Libraries that greet on stdout would spoil the JSON.
     with contextlib.redirect_stdout(sys.stderr):
-        progress = not as_json and sys.stderr.isatty()
-        entry, compiles = build_entry(config, store, progress=progress, tell=tell)
+        entry, compiles = build_entry(config, store, progress=not as_json and sys.stderr.isatty(), tell=tell)
     checked, seconds = entry.manifest.self_check, entry.manifest.build_seconds
     if as_json:
         print_json(
@@ -159,8 +158,7 @@ def _show(entry: Entry, *, as_json: bool) -> None:
         [cell if isinstance(cell, str) and cell.isprintable() else json.dumps(cell) for cell in row]
         for row in values.items()
     ]
-    title = f"{entry.entry_id}: {_title(entry)}"
-    print_table(table_of_texts("", "", rows=rows, title=title, show_header=False))
+    print_table(table_of_texts("", "", rows=rows, title=f"{entry.entry_id}: {_title(entry)}", show_header=False))
     built = f"built {manifest.created_utc} in {manifest.build_seconds:.1f} s"
     print_line(f"{entry.folder}, {built}, used {_age_text(entry.last_used)}")
     for problem in problems:

@@ -111,8 +111,7 @@ def _read_texts(texts: tuple[str, ...], ids: tuple[Any, ...], prompt_file: Path 
     """All text prompts; from standard input where none is given in another way."""
     prompts = list(texts)
     if prompt_file is not None:
-        lines = _decode(prompt_file.read_bytes(), str(prompt_file)).splitlines()
-        prompts += [line for line in lines if line.strip()]
+        prompts += [line for line in _decode(prompt_file.read_bytes(), str(prompt_file)).splitlines() if line.strip()]
         if not prompts and not ids:
             raise PromptError(f"{prompt_file}: at least one line with a prompt is required, found none")
     elif not texts and not ids:
@@ -197,8 +196,7 @@ def _apply_chat_template(
 ) -> list[int]:
     if tokenizer is None:
         raise ModelError("--chat needs a model folder with tokenizer.json and a chat template: found none")
-    messages = [{"role": "user", "content": prompt}]
-    text = tokenizer.apply_chat_template(messages, template_kwargs=template_kwargs)
+    text = tokenizer.apply_chat_template([{"role": "user", "content": prompt}], template_kwargs=template_kwargs)
     # The template contains the special tokens.
     return tokenizer.encode(text, add_special_tokens=False)
 

@@ -130,8 +130,7 @@ def fit_max_num_seqs(config: EngineConfig, num_sequences: int) -> EngineConfig:
     """
     if config.capture_plan is not None or config.capture_cache is not None:
         return config
-    source = click.get_current_context().get_parameter_source("max_num_seqs")
-    if source is not ParameterSource.DEFAULT:
+    if click.get_current_context().get_parameter_source("max_num_seqs") is not ParameterSource.DEFAULT:
         return config
     return dataclasses.replace(config, max_num_seqs=min(config.max_num_seqs, num_sequences))
 

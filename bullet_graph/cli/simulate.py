@@ -319,8 +319,7 @@ def simulate(
         # matplotlib is an extra.
         from bullet_graph.cli.plots import draw_rates  # noqa: PLC0415
 
-        picture = draw_rates(plot.suffix[1:].lower(), runs_of, title=title, slo=config.slo)
-        write_result_file(plot, picture)
+        write_result_file(plot, draw_rates(plot.suffix[1:].lower(), runs_of, title=title, slo=config.slo))
         if not output.as_json:
             print_line(f"wrote {plot}")
 

@@ -68,8 +68,7 @@ class ProfilePoint:
         kv_tokens = self.batch_size * self.context_tokens
         pairs = attention_pairs(self.tokens, self.cached_tokens)
         if self.kind == "split":
-            sms = self.sms or model.num_sms
-            both = model.split(sms, self.batch_size, kv_tokens, self.tokens, pairs)
+            both = model.split(self.sms or model.num_sms, self.batch_size, kv_tokens, self.tokens, pairs)
             return (both.decode_ms, both.prefill_ms), both.measured
         if self.kind == "decode":
             one = model.decode(self.batch_size, kv_tokens, self.sms)

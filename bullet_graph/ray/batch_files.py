@@ -188,8 +188,7 @@ def _request(row: Any, where: str, number: int, defaults: Mapping[str, Any]) -> 
     if not isinstance(custom_id, str) or not custom_id:
         raise WorkloadError(f"{where}: custom_id must be a text that is not empty, found {custom_id!r:.80}")
     if isinstance(request["body"], dict):
-        given = request["body"].keys()
-        left_out = _LIMITS if not given.isdisjoint(_LIMITS) else ()
+        left_out = _LIMITS if not request["body"].keys().isdisjoint(_LIMITS) else ()
         request["body"] = {k: v for k, v in defaults.items() if k not in left_out} | request["body"]
     return custom_id, request
 

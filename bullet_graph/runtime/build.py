@@ -153,8 +153,7 @@ def capture_plan_of(config: EngineConfig, runtime: Runtime, performance: Perform
     dtype, num_sms = runtime.dtype_name, runtime.gpu.num_sms
     if (plan := named_plan(config, dtype=dtype, num_sms=num_sms)) is not None:
         return plan
-    partitions = partitions_of(config, runtime, performance)
-    decode_sms = [sms for p in partitions if (sms := lane_sms(p)) is not None]
+    decode_sms = [sms for p in partitions_of(config, runtime, performance) if (sms := lane_sms(p)) is not None]
     return default_plan(config, dtype=dtype, num_sms=num_sms, shape=runtime.model, decode_sms=decode_sms)
 
 

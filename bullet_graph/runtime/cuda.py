@@ -82,8 +82,7 @@ def _logprobs_to_host(of: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor
 
 def _to_host(tensor: Tensor) -> Tensor:
     """Start a copy into pinned memory on the current stream."""
-    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-    return host.copy_(tensor, non_blocking=True)
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
 
 
 @dataclass(slots=True)

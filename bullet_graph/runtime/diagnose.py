@@ -90,8 +90,7 @@ def _judge_system(machine: Machine) -> Iterator[Finding]:
 def _judge_gpu(asked: EngineConfig, machine: Machine) -> Iterator[Finding]:
     line, driver = partial(_finding, "GPU"), machine.driver
     if driver is not None:
-        found = f"{driver.release}, CUDA {_cuda_version(driver.cuda_version)}, {driver.machine}"
-        yield line("NVIDIA driver", found)
+        yield line("NVIDIA driver", f"{driver.release}, CUDA {_cuda_version(driver.cuda_version)}, {driver.machine}")
     elif machine.uses_gpu:
         yield line("NVIDIA driver", "not identified", machine.driver_problem, Level.YELLOW)
     else:
@@ -194,8 +193,7 @@ def _judge_libraries(machine: Machine) -> Iterator[Finding]:
     triton, flashinfer = (machine.provenance.versions[name] for name in ("triton", "flashinfer"))
     yield line("Triton", triton or "not installed", None if triton else _INSTALL_CUDA)
     advice = f"release {FLASHINFER_RELEASE} is needed: pip install flashinfer-python=={FLASHINFER_RELEASE}"
-    is_right = flashinfer == FLASHINFER_RELEASE
-    yield line("FlashInfer", flashinfer or "not installed", None if is_right else advice)
+    yield line("FlashInfer", flashinfer or "not installed", None if flashinfer == FLASHINFER_RELEASE else advice)
     yield line("cuda-python", cuda_python or "not installed", None if cuda_python else _INSTALL_CUDA)
     problem = machine.gpu_path_problem
     if problem is None:

@@ -101,8 +101,7 @@ class ResponseFormat(_Strict):
     def structured_outputs(self) -> StructuredOutputs | None:
         """What the engine is to follow; None for free text."""
         if self.type == "json_schema":
-            schema = None if self.json_schema is None else self.json_schema.schema_
-            return StructuredOutputs(json=schema)
+            return StructuredOutputs(json=None if self.json_schema is None else self.json_schema.schema_)
         if self.type == "structural_tag":
             return StructuredOutputs(structural_tag=self.model_dump(include={"structures", "triggers"}))
         return StructuredOutputs(json_object=True) if self.type == "json_object" else None

@@ -121,8 +121,7 @@ def _conversations(seed: int, system_tokens: Sequence[int]) -> Iterator[Workload
     popularity = 1 / np.arange(1, len(system_tokens) + 1)  # Zipf's law
     index = 0
     for conversation in itertools.count():
-        seeds = np.random.SeedSequence(seed, spawn_key=(conversation,))
-        generator = np.random.Generator(np.random.PCG64(seeds))
+        generator = np.random.Generator(np.random.PCG64(np.random.SeedSequence(seed, spawn_key=(conversation,))))
         system = int(generator.choice(len(system_tokens), p=popularity / popularity.sum()))
         num_turns = min(generator.geometric(1 / _CHAT_MEAN_TURNS), _CHAT_MOST_TURNS)
         messages, answers, thoughts = generator.standard_normal((3, num_turns))

@@ -66,10 +66,9 @@ def latency(
             f"max_model_len={runtime.max_model_len}: lower them or raise it"
         )
     request = WorkloadRequest(prompt_tokens=input_len, output_tokens=output_len, arrival_s=None)
-    vocab_size = runtime.model.vocab_size
     batches = [
         [
-            make_prompt_token_ids(request, number * batch_size + row, vocab_size, config.seed).tolist()
+            make_prompt_token_ids(request, number * batch_size + row, runtime.model.vocab_size, config.seed).tolist()
             for row in range(batch_size)
         ]
         for number in range(num_iters_warmup + num_iters)
