@@ -242,10 +242,7 @@ def _explain(entry: Entry, differences: tuple[Difference, ...], here: dict[str, 
 @click.argument("entry", metavar="ENTRY")
 @click.argument("file", metavar="FILE", type=FILE)
 @click.option(
-    "--sign-key",
-    metavar="FILE",
-    type=FILE,
-    help="Sign it with this Ed25519 private key (PEM; needs bullet-graph[sign]).",
+    "--sign-key", metavar="FILE", type=FILE, help="Sign with this Ed25519 private key (PEM; needs bullet-graph[sign])."
 )
 @click.option("--overwrite", is_flag=True, help="Replace the file if it exists.")
 @cache_dir_option
@@ -322,14 +319,9 @@ def _parse_age(text: str) -> timedelta:
 
 @click.command()
 @click.argument("entries", metavar="[ENTRY]...", nargs=-1)
+@click.option("--unused-for", metavar="AGE", callback=parsed_by(_parse_age), help="Entries unused for 12h, 30d or 8w.")
 @click.option(
-    "--unused-for", metavar="AGE", callback=parsed_by(_parse_age), help="Entries not used for 12h, 30d or 8w."
-)
-@click.option(
-    "--max-size",
-    metavar="SIZE",
-    callback=parse_size,
-    help="Entries used longest ago, until the others fit into this, such as 20GiB.",
+    "--max-size", metavar="SIZE", callback=parse_size, help="Entries used longest ago, until the others fit: 20GiB."
 )
 @click.option("--dry-run", is_flag=True, help="Say what would be removed, and remove nothing.")
 @cache_dir_option

@@ -28,9 +28,7 @@ _OUTCOMES = {
 @click.command()
 @click.argument("file", type=FILE)
 @json_option
-@click.option(
-    "--chrome-trace", type=FILE, help="Write the trace in Chrome's format, for ui.perfetto.dev or chrome://tracing."
-)
+@click.option("--chrome-trace", type=FILE, help="Write it in Chrome's format, for ui.perfetto.dev or chrome://tracing.")
 @click.option(
     "--timeline", type=FILE, help="Draw SMs, policies, queue and times between tokens; the name ends in .svg or .png."
 )

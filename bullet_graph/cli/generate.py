@@ -28,7 +28,7 @@ _METRICS = ("queue_ms", "ttft_ms", "tpot_ms", "e2e_ms")
 
 
 @click.command()
-@engine_options(max_num_seqs=256, max_num_seqs_shown="as many as there are outputs, at most 256")
+@engine_options(max_num_seqs=256, default_shown="as many as there are outputs, at most 256")
 @click.option("--prompt", "texts", multiple=True, help="A prompt; may be given again.")
 @click.option(
     "--prompt-ids", "ids", multiple=True, callback=parsed_by(parse_counts), help="A prompt as token ids: 1,2,3."
@@ -99,7 +99,7 @@ def generate(
     params, tokenizer = dataclasses.replace(params, **own), load_tokenizer(runtime)
     inputs: list[Prompt] = list(prompts)
     if chat:
-        inputs = [_apply_chat_template(str(text), tokenizer, chat_template_kwargs) for text in prompts]
+        inputs = [_apply_template(str(text), tokenizer, chat_template_kwargs) for text in prompts]
     with open_engine(config, quiet=as_json, trace_decisions=trace_decisions) as engine:
         all_accepted = _run(engine, prompts, inputs, params, as_json)
     tell_random_weights(config)
@@ -191,9 +191,7 @@ def _run(
     return len(accepted) == len(prompts)
 
 
-def _apply_chat_template(
-    prompt: str, tokenizer: Tokenizer | None, template_kwargs: Mapping[str, Any] | None
-) -> list[int]:
+def _apply_template(prompt: str, tokenizer: Tokenizer | None, template_kwargs: Mapping[str, Any] | None) -> list[int]:
     if tokenizer is None:
         raise ModelError("--chat needs a model folder with tokenizer.json and a chat template: found none")
     text = tokenizer.apply_chat_template([{"role": "user", "content": prompt}], template_kwargs=template_kwargs)

@@ -88,7 +88,7 @@ class Simulator:
         self.dtype = "bfloat16" if self.model.dtype == "float32" else self.model.dtype
         if self.max_model_len > limit:
             raise ConfigError(
-                f"max_model_len={self.max_model_len} is more than the model's own limit of {limit} positions: lower it"
+                f"max_model_len={self.max_model_len} exceeds the model's own limit of {limit} positions: lower it"
             )
         if gpu.startswith(_ROOFLINE_PREFIX):
             spec = _known_gpu(gpu.removeprefix(_ROOFLINE_PREFIX))

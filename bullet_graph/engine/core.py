@@ -107,9 +107,7 @@ class EngineCore:
         if not heads:
             if self.requests:
                 # A bug.
-                raise RuntimeError(
-                    f"{len(self.requests)} requests are under way, but the planner found nothing to launch"
-                )
+                raise RuntimeError(f"{len(self.requests)} requests are under way, but the planner launches nothing")
             return []
         ticket = self.executor.wait_any(list(heads), until_s)
         return [] if ticket is None else self._retire(heads[ticket])

@@ -24,21 +24,17 @@ class Surface:
     """Milliseconds over rows x (batch size, or tokens of a chunk) and depth y (tokens that a row attends to).
 
     Times never fall as x or y rises. ``cells[i][j]`` is the time at the nodes ``xs[i]``, ``ys[j]``, which rise and are
-    at least two each. ``measured_range`` is the least and greatest x near measured points.
+    at least two each. ``measured`` is the least and greatest x near measured points.
     """
 
     __slots__ = ("_cells", "_last_x", "_last_y", "measured_range", "xs", "ys")
 
     def __init__(
-        self,
-        xs: Sequence[float],
-        ys: Sequence[float],
-        cells: Sequence[Sequence[float]],
-        measured_range: tuple[float, float],
+        self, xs: Sequence[float], ys: Sequence[float], cells: Sequence[Sequence[float]], measured: tuple[float, float]
     ) -> None:
         self.xs = list(xs)
         self.ys = list(ys)
-        self.measured_range = measured_range
+        self.measured_range = measured
         self._cells: list[list[float]] = _never_falling(cells).tolist()
         self._last_x = len(self.xs) - 1
         self._last_y = len(self.ys) - 1

@@ -287,9 +287,7 @@ def read_table(path: Path) -> PerfTable:
     try:
         return _read_content(json.loads(path.read_bytes(), parse_constant=_reject_constant))
     except FileNotFoundError as cause:
-        raise PerfTableError(
-            f"there is no performance table {path}: measure one with `bullet-graph profile`"
-        ) from cause
+        raise PerfTableError(f"there is no performance table {path}: make one with `bullet-graph profile`") from cause
     except OSError as cause:
         raise PerfTableError(f"cannot read the performance table {path}: {cause}") from cause
     except PerfTableError as error:

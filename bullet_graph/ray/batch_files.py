@@ -79,9 +79,7 @@ def read_input(location: str, defaults: Mapping[str, Any] | None = None) -> Batc
     for where, row in _rows(location):
         custom_id, request = _request(row, where, len(lines) + 1, defaults or {})
         if custom_id in ids:
-            raise WorkloadError(
-                f"{where}: each custom_id must be there once, found {custom_id!r:.80} in {ids[custom_id]}"
-            )
+            raise WorkloadError(f"{where}: each custom_id must be unique, found {custom_id!r:.80} in {ids[custom_id]}")
         ids[custom_id] = where
         lines.append(to_json(request))
         tokens.append(_output_tokens(request))

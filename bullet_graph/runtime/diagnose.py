@@ -153,17 +153,13 @@ def _judge_several_gpus(asked: EngineConfig, machine: Machine) -> Iterator[Findi
         }
         advice = None
         if by_link["PCIe"]:
-            advice = (
-                "sums over ranks are slow without NVLink: take GPUs that it joins (CUDA_VISIBLE_DEVICES), if there are"
-            )
+            advice = "sums over ranks are slow without NVLink: take GPUs that it joins (CUDA_VISIBLE_DEVICES)"
         elif by_link["unknown"]:
             advice = f"NVML does not tell: see `nvidia-smi topo -m`, or {_INSTALL_CUDA}"
         texts = [f"{name} {_pairs(pairs, several)}" for name, pairs in by_link.items() if pairs]
         yield line("links", "; ".join(texts), advice, Level.YELLOW)
         without = [pair for pair in several.pairs if not pair.has_peer_access]
-        advice = (
-            "NCCL goes through the host's memory, which is slow: see whether IOMMU or ACS is on, or a virtual machine"
-        )
+        advice = "NCCL goes through the host's memory, slowly: see whether IOMMU or ACS is on, or a virtual machine"
         text = f"not {_pairs(without, several)}" if without else _pairs(several.pairs, several)
         yield line("peer access", text, advice if without else None, Level.YELLOW)
         advice = None if several.nccl else "this torch is built without NCCL: install NVIDIA's build for Linux"

@@ -79,9 +79,7 @@ class Replica:
         asked = scope["raw_path"] + b"?" + scope["query_string"]
         url = yarl.URL("http://engine" + asked.decode("latin-1"), encoded=True)
         headers = [
-            (name.decode("latin-1"), value.decode("latin-1"))
-            for name, value in scope["headers"]
-            if name not in _NOT_SENT
+            (key.decode("latin-1"), value.decode("latin-1")) for key, value in scope["headers"] if key not in _NOT_SENT
         ]
         if scope.get("client"):
             headers.append(("X-Forwarded-For", scope["client"][0]))

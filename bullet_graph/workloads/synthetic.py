@@ -91,9 +91,7 @@ def synthetic_workload(name: str, num_requests: int, seed: int = 0) -> Workload:
     Raises WorkloadError for an unknown name, no request, or a negative seed.
     """
     if name not in SYNTHETIC_NAMES:
-        raise WorkloadError(
-            f"unknown synthetic workload {name!r}: use synthetic:{', synthetic:'.join(SYNTHETIC_NAMES)}"
-        )
+        raise WorkloadError(f"unknown workload {name!r}: use synthetic:{', synthetic:'.join(SYNTHETIC_NAMES)}")
     if num_requests < 1 or seed < 0:
         raise WorkloadError(
             f"a synthetic workload needs at least 1 request and a seed of at least 0, got {num_requests} "

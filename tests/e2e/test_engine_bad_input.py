@@ -51,7 +51,7 @@ def test_a_gpu_where_there_is_none() -> None:
     ("settings", "error", "message"),
     [
         ({"load_format": "safetensors"}, ConfigError, r"'tiny' is a preset of shapes.*load_format=dummy"),
-        ({"max_model_len": 16385}, ConfigError, "max_model_len=16385 is more than .* limit of 16384"),
+        ({"max_model_len": 16385}, ConfigError, "max_model_len=16385 exceeds .* limit of 16384"),
         ({"policy": "mixed:0"}, ConfigError, r"unknown policy 'mixed:0'.*mixed:CHUNK \(in tokens"),
         ({"policy": "split"}, ConfigError, "SM partitions need a GPU.*the policy split"),
         ({"perf_table": "/nowhere/table.json"}, PerfTableError, "tables are measured on GPUs"),

@@ -132,7 +132,7 @@ def test_a_bad_completion(served: Served, body: dict[str, Any], message: str, st
         ({"tools": [{}]}, "`tools.0.type` is required"),
         ({"tools": [TOOL] * 2}, "`tools` must have different names"),
         ({"tools": [TOOL] * 129}, "`tools`: list should have at most 128 items"),
-        ({"messages": [CALLED]}, "the text of a JSON object, found '[1]'"),
+        ({"messages": [CALLED]}, "a JSON object's text, found '[1]'"),
         ({"stream_options": 5}, "`stream_options`: input should be a valid dictionary, found 5"),
         ({"structured_outputs": {"json": 5}}, "`structured_outputs.json`: input should be a valid string, found 5"),
         ({"chat_template_kwargs": {"messages": []}}, "`chat_template_kwargs` must name variables"),

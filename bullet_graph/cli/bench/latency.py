@@ -29,7 +29,7 @@ _PERCENTILES = (10, 25, 50, 75, 90, 99)
 
 
 @click.command()
-@engine_options(max_num_seqs=1024, max_num_seqs_shown="the batch size")
+@engine_options(max_num_seqs=1024, default_shown="the batch size")
 @click.option("--batch-size", type=COUNT, default=8)
 @click.option("--input-len", type=COUNT, default=32, help="In tokens.")
 @click.option("--output-len", type=COUNT, default=128, help="In tokens.")

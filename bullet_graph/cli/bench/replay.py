@@ -283,9 +283,7 @@ def online(policies: tuple[Policy, ...], save_detailed: bool, output: Output, **
 @trace_option
 @num_prompts_option
 @click.option(
-    "--warmup/--no-warmup",
-    default=True,
-    help="Serve a few small requests first, so that the measurement compiles no kernels.",
+    "--warmup/--no-warmup", default=True, help="Serve a few small requests first, so the measurement compiles nothing."
 )
 @result_options
 def throughput(config: EngineConfig, warmup: bool, output: Output, **settings: Any) -> None:

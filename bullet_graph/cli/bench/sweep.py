@@ -167,9 +167,7 @@ def sweep(
     except (KeyboardInterrupt, BulletGraphError) as error:
         # ConfigError: the file could not be written.
         if found.num_runs and not isinstance(error, ConfigError):
-            click.echo(
-                f"{output_json} has all runs so far ({found.num_runs}); the same command resumes from there", err=True
-            )
+            click.echo(f"{output_json} has all runs so far ({found.num_runs}); the same command resumes it", err=True)
         raise
     if as_json:
         click.echo(to_json(found.fields()))
