@@ -298,12 +298,8 @@ class EngineCore:
         start_s = self.executor.now()
         if start_s < self._no_capture_before_s:
             return
-        spare = spare_ms(
-            self._load(),
-            self.in_flight.awaited_s(start_s),
-            ms_per_token=self.planner.prefill_ms_per_token,
-            layers=self._num_layers,
-        )
+        awaited_s, ms_per_token = self.in_flight.awaited_s(start_s), self.planner.prefill_ms_per_token
+        spare = spare_ms(self._load(), awaited_s, ms_per_token=ms_per_token, layers=self._num_layers)
         if spare >= PREPARE_MS:
             self.prepare_next()
             end_s = self.executor.now()

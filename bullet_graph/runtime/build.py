@@ -175,14 +175,11 @@ def decoder_while_loading(
                     folder = download(runtime.hub_id, folder.name, weights=True)
             checkpoint = stack.enter_context(open_checkpoint(folder, runtime.model))
         with start.clock.phase("allocation"):
+            dtype, device, num_blocks = runtime.dtype, runtime.device, ledger.num_kv_blocks
             cache = KVCache(
-                runtime.model,
-                num_blocks=ledger.num_kv_blocks,
-                block_tokens=KV_BLOCK_TOKENS,
-                dtype=runtime.dtype,
-                device=runtime.device,
+                runtime.model, num_blocks=num_blocks, block_tokens=KV_BLOCK_TOKENS, dtype=dtype, device=device
             )
-            weights = zero_weights(runtime.model, dtype=runtime.dtype, device=runtime.device)
+            weights = zero_weights(runtime.model, dtype=dtype, device=device)
             cos_sin = cos_sin_tables(runtime.model, runtime.max_model_len, runtime.device)
             decoder = Decoder(runtime.model, weights, cache, cos_sin)
         if checkpoint is None:

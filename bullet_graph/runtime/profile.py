@@ -52,12 +52,8 @@ class Prepared:
 
     @property
     def limits(self) -> ProfileLimits:
-        return ProfileLimits(
-            self.config.max_num_seqs,
-            self.config.max_num_batched_tokens,
-            self.runtime.max_model_len,
-            self.ledger.kv_cache_tokens,
-        )
+        max_num_seqs, chunk_tokens = self.config.max_num_seqs, self.config.max_num_batched_tokens
+        return ProfileLimits(max_num_seqs, chunk_tokens, self.runtime.max_model_len, self.ledger.kv_cache_tokens)
 
 
 def prepare_profile(config: EngineConfig) -> Prepared:

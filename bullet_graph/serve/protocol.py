@@ -7,13 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from bullet_graph.errors import SamplingParamsError
-from bullet_graph.sampling_params import (
-    MAX_BIASED_TOKENS,
-    MAX_LOGPROBS,
-    MAX_TEMPERATURE,
-    SamplingParams,
-    StructuredOutputs,
-)
+from bullet_graph.sampling_params import MAX_BIASES, MAX_LOGPROBS, MAX_TEMPERATURE, SamplingParams, StructuredOutputs
 from bullet_graph.serve.messages import Many, Message, NamedTool, T, Tool, Tools
 from bullet_graph.serve.tools import forced_calls
 
@@ -173,7 +167,7 @@ class GenerationRequest(_Request):
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     repetition_penalty: Annotated[float, Field(ge=1e-3, le=1e3)] | None = None
-    logit_bias: Annotated[dict[BiasedId, Bias], Field(max_length=MAX_BIASED_TOKENS)] | None = None
+    logit_bias: Annotated[dict[BiasedId, Bias], Field(max_length=MAX_BIASES)] | None = None
     bad_words: Annotated[list[StopText], Field(max_length=128)] | None = None
     prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     response_format: ResponseFormat | None = None
