@@ -175,9 +175,7 @@ def require_match(table: PerfTable, key: TableKey, *, any_versions: bool = False
     """
     found = table.key
     plain = ("gpu", "num_sms", "dtype")
-    differences = _differences(
-        {name: getattr(key, name) for name in plain}, {name: getattr(found, name) for name in plain}
-    )
+    differences = _differences(*({name: getattr(each, name) for name in plain} for each in (key, found)))
     if ranks := rank_differences(key.shape, found.shape):
         # All other numbers of the shape are a rank's.
         differences += ranks

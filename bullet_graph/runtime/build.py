@@ -175,12 +175,10 @@ def decoder_while_loading(
                     folder = download(runtime.hub_id, folder.name, weights=True)
             checkpoint = stack.enter_context(open_checkpoint(folder, runtime.model))
         with start.clock.phase("allocation"):
-            dtype, device, num_blocks = runtime.dtype, runtime.device, ledger.num_kv_blocks
-            cache = KVCache(
-                runtime.model, num_blocks=num_blocks, block_tokens=KV_BLOCK_TOKENS, dtype=dtype, device=device
-            )
+            dtype, device, blocks = runtime.dtype, runtime.device, ledger.num_kv_blocks
+            cache = KVCache(runtime.model, num_blocks=blocks, block_tokens=KV_BLOCK_TOKENS, dtype=dtype, device=device)
             weights = zero_weights(runtime.model, dtype=dtype, device=device)
-            cos_sin = cos_sin_tables(runtime.model, runtime.max_model_len, runtime.device)
+            cos_sin = cos_sin_tables(runtime.model, runtime.max_model_len, device)
             decoder = Decoder(runtime.model, weights, cache, cos_sin)
         if checkpoint is None:
             loading = WeightLoading(

@@ -287,9 +287,7 @@ class CompletionRequest(GenerationRequest):
     def prompts(self) -> list[str | list[int]]:
         """The prompts, at least one."""
         prompt = self.prompt
-        if isinstance(prompt, str) or isinstance(prompt[0], int):
-            return [prompt]
-        return list(prompt)
+        return [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else list(prompt)
 
 
 class ChatCompletionRequest(GenerationRequest):

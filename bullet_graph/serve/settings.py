@@ -33,9 +33,7 @@ class ServeSettings:
         holds=lambda key: key.isascii() and key.isprintable() and key != "",
         secret=True,
     )
-    max_connections: int = setting(
-        4096, "Most open connections; more get 503. Each needs a file descriptor.", minimum=1
-    )
+    max_connections: int = setting(4096, "Most open connections; more get 503. Each needs a descriptor.", minimum=1)
     max_headers: int = setting(100, "Most headers of a request; one with more gets 431.", minimum=1)
     max_header_bytes: int = _size(
         64 << 10, "Largest URL and headers of a request; larger ones get 431.", flag="--max-header-size"

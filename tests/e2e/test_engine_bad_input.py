@@ -225,8 +225,7 @@ def test_a_request_id_in_use_is_refused(engine: Engine) -> None:
     engine.step()
     with pytest.raises(RequestError, match="'a' is in use"):
         engine.add_request("a", [1], GREEDY)
-    outputs = run_to_end(engine)
-    assert outputs["a"][-1].prompt_token_ids == tuple(PROMPT)
+    assert run_to_end(engine)["a"][-1].prompt_token_ids == tuple(PROMPT)
     # Once it has ended, its id is free.
     engine.add_request("a", [1], GREEDY)
     assert run_to_end(engine)["a"][-1].prompt_token_ids == (1,)

@@ -107,8 +107,7 @@ def shown(value: object) -> str:
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 def test_a_bad_completion(served: Served, body: dict[str, Any], message: str, stream: bool) -> None:
     content = json.dumps({"prompt": [1], "stream": stream} | body)
-    response = served.http.post(COMPLETIONS, content=content, headers={"Content-Type": "application/json"})
-    check(response, body, message)
+    check(served.http.post(COMPLETIONS, content=content, headers={"Content-Type": "application/json"}), body, message)
 
 
 @pytest.mark.parametrize(
