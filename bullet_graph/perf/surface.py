@@ -24,7 +24,7 @@ class Surface:
     """Milliseconds over rows x (batch size, or tokens of a chunk) and depth y (tokens that a row attends to).
 
     Times never fall as x or y rises. ``cells[i][j]`` is the time at the nodes ``xs[i]``, ``ys[j]``, which rise and are
-    at least two each. ``measured`` is the least and greatest x near measured points.
+    at least two each. ``measured_range`` is the least and greatest x near measured points.
     """
 
     __slots__ = ("_cells", "_last_x", "_last_y", "measured_range", "xs", "ys")
