@@ -183,10 +183,7 @@ class EngineConfig:
         MISSING, "A Hugging Face model folder, a hub id such as Qwen/Qwen3-0.6B, or a preset (random weights)."
     )
     revision: str | None = setting(
-        None,
-        "Branch, tag or commit of a model on the hub.",
-        no_value="the main branch",
-        wanted="a branch, a tag, a commit or None",
+        None, "Branch, tag or commit on the hub.", no_value="the main branch", wanted="a branch, tag, commit or None"
     )
     load_format: LoadFormat = setting(
         "auto",

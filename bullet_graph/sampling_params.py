@@ -14,7 +14,7 @@ MAX_LOGPROBS = 20
 MAX_MASKED_TOKEN_IDS = 16
 """Most token ids that ``min_tokens`` can keep from being sampled: the room of a device slot."""
 
-MAX_BIASED_TOKENS = 1023
+MAX_BIASES = 1023
 """Most token ids with a bias: the room of a device slot."""
 
 MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS = 256, 17
@@ -150,8 +150,8 @@ class SamplingParams:
             texts is not None and all(isinstance(text, str) and text for text in texts) for texts in (stops, words)
         )
         are_ids = ids is not None and all(_is_int(i, 0) for i in ids)
-        are_biases = biases is not None and len(biases) <= MAX_BIASED_TOKENS and all(map(_is_bias, biases))
-        pairs = f"at most {MAX_BIASED_TOKENS} token ids, each with a number in [-100, 100]"
+        are_biases = biases is not None and len(biases) <= MAX_BIASES and all(map(_is_bias, biases))
+        pairs = f"at most {MAX_BIASES} token ids, each with a number in [-100, 100]"
         salt = self.cache_salt
         is_structure = isinstance(self.structured_outputs, StructuredOutputs | None)
         counts = f"None or between 0 and {MAX_LOGPROBS}"

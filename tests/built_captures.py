@@ -114,11 +114,7 @@ def store(built: tuple[CaptureStore, Any], tmp_path: Path) -> CaptureStore:
 
 @pytest.fixture
 def quickly(built: tuple[CaptureStore, Any]) -> Iterator[list[str]]:
-    """Compiles without Inductor; where a part is to be compiled ahead, the built store's package is taken.
-
-    Yields:
-        Names of the parts that were compiled ahead, so to speak.
-    """
+    """Compiles without Inductor, and takes the built store's package for a part compiled ahead; yields their names."""
     compile_part = torch.compile
     ahead: list[str] = []
 

@@ -11,12 +11,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def run_compiled(script: str, folder: Path) -> Any:
-    """What a script prints, as JSON.
-
-    Args:
-        script: Python, with this checkout's package.
-        folder: for the script and Triton's cache.
-    """
+    """What a Python script prints, as JSON; ``folder`` is for the script and Triton's cache."""
     environment = os.environ | {
         "TRITON_INTERPRET": "0",
         "TRITON_CACHE_DIR": str(folder / "triton"),

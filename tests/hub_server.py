@@ -60,10 +60,9 @@ class _Handler(BaseHTTPRequestHandler):
         if is_api and action == "revision":
             return self._send_json({"id": repo_id, "sha": commit, "siblings": []})
         if is_api:
-            files = sorted(file for file in folder.rglob("*") if file.is_file())
             return self._send_json([
                 {"type": "file", "path": str(file.relative_to(folder)), "size": file.stat().st_size, "oid": _etag(file)}
-                for file in files
+                for file in sorted(file for file in folder.rglob("*") if file.is_file())
             ])  # fmt: skip
         if token != self.hub.gated.get(repo_id, token):
             return self._refuse(403, "GatedRepo")
@@ -111,6 +110,5 @@ def serving_hub() -> Iterator[Hub]:
 def point_to(monkeypatch: pytest.MonkeyPatch, url: str, cache: Path) -> None:
     """What HF_ENDPOINT and HF_HUB_CACHE do, in a process that has imported the library."""
     monkeypatch.setattr(constants, "ENDPOINT", url)
-    template = url + "/{repo_id}/resolve/{revision}/{filename}"
-    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", url + "/{repo_id}/resolve/{revision}/{filename}")
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))

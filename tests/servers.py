@@ -30,27 +30,16 @@ def as_http(body: object) -> bytes:
 
 
 class Served:
-    """A server that is up.
-
-    Attributes:
-        url: without a slash at the end.
-        engine: behind it.
-        http: a client of it.
-    """
+    """A server that is up at ``url``, without a slash at the end; ``engine`` is behind it, ``http`` a client of it."""
 
     def __init__(
-        self,
-        server: DrainingServer,
-        loop: asyncio.AbstractEventLoop,
-        engine: AsyncEngine,
-        url: str,
-        api_key: str | None,
+        self, server: DrainingServer, loop: asyncio.AbstractEventLoop, engine: AsyncEngine, url: str, key: str | None
     ) -> None:
         self.server = server
         self._loop = loop
         self.engine = engine
         self.url = url
-        headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+        headers = {} if key is None else {"Authorization": f"Bearer {key}"}
         self.http = httpx.Client(base_url=url, headers=headers, timeout=60)
 
     def stop(self) -> None:
@@ -113,12 +102,7 @@ class Served:
 
 @contextmanager
 def serving(model: str | Path = MODEL, *, idle: bool = True, **settings: Any) -> Iterator[Served]:
-    """Serve a model; all its blocks must be free in the end.
-
-    Args:
-        idle: False where the engine does not live to the end.
-        settings: of the server, and of the engine.
-    """
+    """Serve a model; all its blocks must be free in the end, where the engine lives to see it (``idle``)."""
     names = ServeSettings.__dataclass_fields__
     given = {"served_model_name": MODEL, "port": 0, "shutdown_timeout_s": 5.0, "watchdog_timeout_s": 300.0}
     of_server = ServeSettings(**(given | {k: v for k, v in settings.items() if k in names}))

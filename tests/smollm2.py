@@ -54,8 +54,7 @@ def _write(file: Path, folder: Path) -> None:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(file.parent, gguf_file=file.name))
     weights = load_gguf_checkpoint(str(file), return_tensors=True, model_to_load=model)["tensors"]
-    rounded = {name: weight.bfloat16() for name, weight in weights.items()}
-    model.load_state_dict(rounded, strict=False, assign=True)
+    model.load_state_dict({name: weight.bfloat16() for name, weight in weights.items()}, strict=False, assign=True)
     model.tie_weights()
     model.to(torch.bfloat16).save_pretrained(folder)
     AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name).save_pretrained(folder)

@@ -193,8 +193,7 @@ class CaptureStore:
         Raises CacheError where it is gone or rejected, or a file is missing, changed or not listed; names all of them.
         """
         where = entry.folder / MANIFEST_NAME
-        refusal = f"entry {entry.entry_id} cannot be opened, it may have been removed"
-        with _use_lock(where, fcntl.LOCK_SH, refusal):
+        with _use_lock(where, fcntl.LOCK_SH, f"entry {entry.entry_id} cannot be opened, it may have been removed"):
             # Read again under the lock: a rebuild may have taken its place.
             entry = self.read(entry.folder.name)
             if problems := entry.problems(copy_to):
@@ -213,8 +212,7 @@ class CaptureStore:
         A second builder is told so and waits here; it should then look whether the entry is there. Raises CacheError
         where the store cannot be written.
         """
-        wait = f"another process builds entry {name}: waiting for it to end"
-        with self._build_lock(name, lambda: tell(wait)):
+        with self._build_lock(name, lambda: tell(f"another process builds entry {name}: waiting for it to end")):
             staged = self._staging / name
             with file_errors(f"cannot build into {self.root}"):
                 # What a killed builder left counts for nothing.
@@ -317,8 +315,7 @@ class CaptureStore:
         refusal = f"entry {name} is in use by a running engine: stop that first"
         # Without a manifest, nobody can have opened it.
         can_be_open = where.is_file() and not where.is_symlink()
-        exclusive = fcntl.LOCK_EX | fcntl.LOCK_NB
-        with _use_lock(where, exclusive, refusal) if can_be_open else nullcontext():
+        with _use_lock(where, fcntl.LOCK_EX | fcntl.LOCK_NB, refusal) if can_be_open else nullcontext():
             folder.rename(gone)
         _delete(gone)
 
@@ -341,8 +338,7 @@ def _delete(path: Path) -> None:
 def _use_lock(manifest: Path, operation: int, refusal: str) -> Iterator[None]:
     """Hold a lock (flock) on an entry's manifest; a CacheError that begins with ``refusal`` where that fails."""
     # Some network file systems give an exclusive lock to writers only; a manifest may be read-only all the same.
-    exclusive = operation != fcntl.LOCK_SH and os.access(manifest, os.W_OK)
-    mode = os.O_RDWR if exclusive else os.O_RDONLY
+    mode = os.O_RDWR if operation != fcntl.LOCK_SH and os.access(manifest, os.W_OK) else os.O_RDONLY
     with file_errors(refusal):
         descriptor = os.open(manifest, mode | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:

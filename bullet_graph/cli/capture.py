@@ -64,8 +64,7 @@ def build(config: EngineConfig, store: CaptureStore, as_json: bool) -> None:
     """
     # Libraries that greet on stdout would spoil the JSON.
     with contextlib.redirect_stdout(sys.stderr):
-        progress = not as_json and sys.stderr.isatty()
-        entry, compiles = build_entry(config, store, progress=progress, tell=tell)
+        entry, compiles = build_entry(config, store, progress=not as_json and sys.stderr.isatty(), tell=tell)
     checked, seconds = entry.manifest.self_check, entry.manifest.build_seconds
     if as_json:
         print_json(
@@ -159,8 +158,7 @@ def _show(entry: Entry, *, as_json: bool) -> None:
         [cell if isinstance(cell, str) and cell.isprintable() else json.dumps(cell) for cell in row]
         for row in values.items()
     ]
-    title = f"{entry.entry_id}: {_title(entry)}"
-    print_table(table_of_texts("", "", rows=rows, title=title, show_header=False))
+    print_table(table_of_texts("", "", rows=rows, title=f"{entry.entry_id}: {_title(entry)}", show_header=False))
     built = f"built {manifest.created_utc} in {manifest.build_seconds:.1f} s"
     print_line(f"{entry.folder}, {built}, used {_age_text(entry.last_used)}")
     for problem in problems:
@@ -244,10 +242,7 @@ def _explain(entry: Entry, differences: tuple[Difference, ...], here: dict[str, 
 @click.argument("entry", metavar="ENTRY")
 @click.argument("file", metavar="FILE", type=FILE)
 @click.option(
-    "--sign-key",
-    metavar="FILE",
-    type=FILE,
-    help="Sign it with this Ed25519 private key (PEM; needs bullet-graph[sign]).",
+    "--sign-key", metavar="FILE", type=FILE, help="Sign with this Ed25519 private key (PEM; needs bullet-graph[sign])."
 )
 @click.option("--overwrite", is_flag=True, help="Replace the file if it exists.")
 @cache_dir_option
@@ -324,14 +319,9 @@ def _parse_age(text: str) -> timedelta:
 
 @click.command()
 @click.argument("entries", metavar="[ENTRY]...", nargs=-1)
+@click.option("--unused-for", metavar="AGE", callback=parsed_by(_parse_age), help="Entries unused for 12h, 30d or 8w.")
 @click.option(
-    "--unused-for", metavar="AGE", callback=parsed_by(_parse_age), help="Entries not used for 12h, 30d or 8w."
-)
-@click.option(
-    "--max-size",
-    metavar="SIZE",
-    callback=parse_size,
-    help="Entries used longest ago, until the others fit into this, such as 20GiB.",
+    "--max-size", metavar="SIZE", callback=parse_size, help="Entries used longest ago, until the others fit: 20GiB."
 )
 @click.option("--dry-run", is_flag=True, help="Say what would be removed, and remove nothing.")
 @cache_dir_option

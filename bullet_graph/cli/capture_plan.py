@@ -79,13 +79,8 @@ def plan(
     check_result_file(output, overwrite=overwrite, option="--output")
     arrivals = Arrivals(request_rate=request_rate, burstiness=burstiness, seed=config.seed)
     simulator = Simulator(gpu=gpu, config=config, trace=trace, num_prompts=num_prompts, arrivals=arrivals)
-    full = default_plan(
-        config,
-        dtype=simulator.dtype,
-        num_sms=simulator.performance.num_sms,
-        shape=simulator.model,
-        decode_sms=_lanes(simulator),
-    )
+    dtype, num_sms = simulator.dtype, simulator.performance.num_sms
+    full = default_plan(config, dtype=dtype, num_sms=num_sms, shape=simulator.model, decode_sms=_lanes(simulator))
     usage = CaptureUsage(simulator.unpadded)
     with progress_bar(not as_json and sys.stderr.isatty(), unit="req") as advance:
         simulator.run(config.policy, capture_plan=full, on_done=lambda _: advance(1), on_step=usage.note)

@@ -58,8 +58,7 @@ def open_engine(config: EngineConfig, *, quiet: bool, trace_decisions: Path | No
 
 def has_random_weights(config: EngineConfig) -> bool:
     """Whether the weights are random numbers: those of a preset, or with ``load_format`` dummy."""
-    is_preset = config.model in PRESETS and not Path(config.model).is_dir()
-    return is_preset or config.load_format == "dummy"
+    return config.load_format == "dummy" or (config.model in PRESETS and not Path(config.model).is_dir())
 
 
 def tell_random_weights(config: EngineConfig) -> None:

@@ -28,9 +28,7 @@ _OUTCOMES = {
 @click.command()
 @click.argument("file", type=FILE)
 @json_option
-@click.option(
-    "--chrome-trace", type=FILE, help="Write the trace in Chrome's format, for ui.perfetto.dev or chrome://tracing."
-)
+@click.option("--chrome-trace", type=FILE, help="Write it in Chrome's format, for ui.perfetto.dev or chrome://tracing.")
 @click.option(
     "--timeline", type=FILE, help="Draw SMs, policies, queue and times between tokens; the name ends in .svg or .png."
 )
@@ -149,13 +147,12 @@ def _tables(summary: TraceSummary) -> list[Table]:
     misses = table_of("worst misses", "target", "ms", "limit, ms", "why")
     misses.columns[-1].justify = "left"
     for miss in summary.misses[:_MOST_MISSES_SHOWN]:
-        shares = ", ".join(f"{cause} {_percent(share)}" for cause, share in miss.shares.items())
         misses.add_row(
             Text(miss.request_id),
             miss.target.upper(),
             f"{miss.measured_ms:,.1f}",
             f"{miss.limit_ms:,.1f}",
-            Text(shares),
+            Text(", ".join(f"{cause} {_percent(share)}" for cause, share in miss.shares.items())),
         )
     return [run, policies, bounds, errors, fared, causes, misses]
 

@@ -28,7 +28,7 @@ _METRICS = ("queue_ms", "ttft_ms", "tpot_ms", "e2e_ms")
 
 
 @click.command()
-@engine_options(max_num_seqs=256, max_num_seqs_shown="as many as there are outputs, at most 256")
+@engine_options(max_num_seqs=256, default_shown="as many as there are outputs, at most 256")
 @click.option("--prompt", "texts", multiple=True, help="A prompt; may be given again.")
 @click.option(
     "--prompt-ids", "ids", multiple=True, callback=parsed_by(parse_counts), help="A prompt as token ids: 1,2,3."
@@ -99,7 +99,7 @@ def generate(
     params, tokenizer = dataclasses.replace(params, **own), load_tokenizer(runtime)
     inputs: list[Prompt] = list(prompts)
     if chat:
-        inputs = [_apply_chat_template(str(text), tokenizer, chat_template_kwargs) for text in prompts]
+        inputs = [_apply_template(str(text), tokenizer, chat_template_kwargs) for text in prompts]
     with open_engine(config, quiet=as_json, trace_decisions=trace_decisions) as engine:
         all_accepted = _run(engine, prompts, inputs, params, as_json)
     tell_random_weights(config)
@@ -111,8 +111,7 @@ def _read_texts(texts: tuple[str, ...], ids: tuple[Any, ...], prompt_file: Path 
     """All text prompts; from standard input where none is given in another way."""
     prompts = list(texts)
     if prompt_file is not None:
-        lines = _decode(prompt_file.read_bytes(), str(prompt_file)).splitlines()
-        prompts += [line for line in lines if line.strip()]
+        prompts += [line for line in _decode(prompt_file.read_bytes(), str(prompt_file)).splitlines() if line.strip()]
         if not prompts and not ids:
             raise PromptError(f"{prompt_file}: at least one line with a prompt is required, found none")
     elif not texts and not ids:
@@ -192,13 +191,10 @@ def _run(
     return len(accepted) == len(prompts)
 
 
-def _apply_chat_template(
-    prompt: str, tokenizer: Tokenizer | None, template_kwargs: Mapping[str, Any] | None
-) -> list[int]:
+def _apply_template(prompt: str, tokenizer: Tokenizer | None, template_kwargs: Mapping[str, Any] | None) -> list[int]:
     if tokenizer is None:
         raise ModelError("--chat needs a model folder with tokenizer.json and a chat template: found none")
-    messages = [{"role": "user", "content": prompt}]
-    text = tokenizer.apply_chat_template(messages, template_kwargs=template_kwargs)
+    text = tokenizer.apply_chat_template([{"role": "user", "content": prompt}], template_kwargs=template_kwargs)
     # The template contains the special tokens.
     return tokenizer.encode(text, add_special_tokens=False)
 

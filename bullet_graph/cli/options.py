@@ -88,16 +88,14 @@ def decode_sms_option(help_text: str, without: str) -> Decorator:
     return setting_option(dataclasses.replace(SETTINGS["decode_sms"], help=help_text, no_value=without))
 
 
-def engine_options(
-    *, max_num_seqs: int, max_num_seqs_shown: str | None = None, without: Collection[str] = ()
-) -> Decorator:
+def engine_options(*, max_num_seqs: int, default_shown: str | None = None, without: Collection[str] = ()) -> Decorator:
     """Give a command the engine's settings, as ``config: EngineConfig``, and ``trace_decisions: Path | None``.
 
     When the command runs, the trace's file does not exist or may be replaced. The config has the defaults of those
-    settings that the command goes ``without``. The help says ``max_num_seqs_shown`` for the default ``max_num_seqs``.
+    settings that the command goes ``without``. The help says ``default_shown`` for the default ``max_num_seqs``.
     """
     names = [name for name in SETTINGS if name not in without]
-    own = {"max_num_seqs": {"default": max_num_seqs, "show_default": max_num_seqs_shown}}
+    own = {"max_num_seqs": {"default": max_num_seqs, "show_default": default_shown}}
     options = [setting_option(SETTINGS[name], **own.get(name, {})) for name in names]
     if "trace_decisions" not in without:
         help_text = "Write every decision of the planner (see `bullet-graph explain`)."
@@ -130,8 +128,7 @@ def fit_max_num_seqs(config: EngineConfig, num_sequences: int) -> EngineConfig:
     """
     if config.capture_plan is not None or config.capture_cache is not None:
         return config
-    source = click.get_current_context().get_parameter_source("max_num_seqs")
-    if source is not ParameterSource.DEFAULT:
+    if click.get_current_context().get_parameter_source("max_num_seqs") is not ParameterSource.DEFAULT:
         return config
     return dataclasses.replace(config, max_num_seqs=min(config.max_num_seqs, num_sequences))
 

@@ -51,8 +51,7 @@ def draw_rates(curves: Mapping[str, Runs], *, title: str, slo: Slo) -> Figure:
     for index, (name, runs) in enumerate(curves.items()):
         look: dict[str, Any] = {"color": COLOURS[index % len(COLOURS)], "markersize": 3}
         rates = [run["request_rate"] for run in runs]
-        met = [100 * (run["slo_attainment"] or 0.0) for run in runs]
-        shares.plot(rates, met, "o-", label=name, **look)
+        shares.plot(rates, [100 * (run["slo_attainment"] or 0.0) for run in runs], "o-", label=name, **look)
         for axes, field in ((ttft, "ttft"), (tpot, "tpot")):
             for label, style in (("median", "o-"), ("p99", "s--")):
                 # None, where nothing was served, leaves a gap.
@@ -90,8 +89,7 @@ def draw_sweep(sweep: Sweep, image_format: str) -> dict[str, bytes]:
     tasks = dict(sorted(tasks.items(), key=lambda item: str(item[0])))
     # A system has the same colour in every picture.
     systems = list(dict.fromkeys(cell.system for cell in sweep.cells if cell.runs))
-    tolerance = float(sweep.settings["tolerance"])
-    pictures = {"goodput": _draw_goodput(image_format, tasks, systems, tolerance)}
+    pictures = {"goodput": _draw_goodput(image_format, tasks, systems, float(sweep.settings["tolerance"]))}
     for task, cells in tasks.items():
         slo = Slo.parse(task.slo.split())
         name = re.sub(r"[^A-Za-z0-9.]+", "-", str(task).replace(",", "")).strip("-")
@@ -150,8 +148,7 @@ def draw_starts(runs: Mapping[str, "StartRun"], phases: Sequence[PhaseName], *, 
             stretches = [(p.start_s, p.end_s - p.start_s) for p in run.phases if p.name == name]
             axes.broken_barh(stretches, (row - 0.4, 0.8), color=COLOURS[row % len(COLOURS)])
             if stretches:
-                text = f" {run.seconds[name]:.2f} s"
-                axes.text(sum(stretches[-1]), row, text, va="center", fontsize=7.5)
+                axes.text(sum(stretches[-1]), row, f" {run.seconds[name]:.2f} s", va="center", fontsize=7.5)
         axes.axvline(run.startup_s, color=TARGET_COLOUR, linestyle=":")
         axes.set_yticks(range(len(phases)), phases)
         axes.invert_yaxis()

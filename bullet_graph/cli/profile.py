@@ -60,13 +60,9 @@ def profile(
 
     # Libraries that greet on stdout when they are imported would spoil the JSON.
     with contextlib.redirect_stdout(sys.stderr):
+        progress = not as_json and sys.stderr.isatty()
         table = profile_model(
-            prepared,
-            file=file,
-            time_budget_s=time_budget_s,
-            restart=restart,
-            progress=not as_json and sys.stderr.isatty(),
-            tell=tell,
+            prepared, file=file, time_budget_s=time_budget_s, restart=restart, progress=progress, tell=tell
         )
     errors = held_back_errors(table, table_model(table, config.max_num_seqs, prepared.runtime.model))
     key = table.key

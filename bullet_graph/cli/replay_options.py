@@ -91,9 +91,7 @@ gpu_option = click.option(
     "by arithmetic.",
 )
 num_prompts_option = click.option("--num-prompts", type=COUNT, help="Only the first N requests of the trace.")
-burstiness_option = click.option(
-    "--burstiness", default=1.0, help="1: Poisson arrivals; less: burstier; more: steadier."
-)
+burstiness_option = click.option("--burstiness", default=1.0, help="1: Poisson; less: burstier; more: steadier.")
 
 
 goodput_option = click.option(
@@ -156,9 +154,7 @@ def replay_options(*, default_policy: str | None) -> Decorator:
 search_options = all_of(
     [
         click.option(
-            "--first-rate",
-            default=8.0,
-            help="First rate of a search, in requests per second; one near the answer saves runs.",
+            "--first-rate", default=8.0, help="First rate of a search, in requests/s; one near the answer saves runs."
         ),
         click.option("--tolerance", default=0.05, help="Relative accuracy of a goodput."),
         click.option("--step", default=1.25, help="First factor between two rates; later ones grow up to 2."),
@@ -179,7 +175,7 @@ sweep_file_options = all_of(
             "--output-json",
             type=FILE,
             required=True,
-            help="The sweep's file. If it holds this sweep unfinished, the sweep resumes.",
+            help="The sweep's file; a sweep that it holds unfinished resumes.",
         ),
         click.option(
             "--overwrite",

@@ -82,8 +82,7 @@ def command_line() -> list[str]:
                 words[index] = f"{name}=***"
             elif index + 1 < len(words):
                 words[index + 1] = "***"
-    folders = {f"{Path.cwd()}{os.sep}": "", f"{Path.home()}{os.sep}": f"~{os.sep}"}
-    for folder, short in folders.items():
+    for folder, short in {f"{Path.cwd()}{os.sep}": "", f"{Path.home()}{os.sep}": f"~{os.sep}"}.items():
         if folder != os.sep * 2:
             words = [word.replace(folder, short) for word in words]
     return words

@@ -40,9 +40,7 @@ _EXTRA = ("fastapi", "httptools", "uvicorn", "prometheus_client")
     "prompt, unless that one is too busy.",
 )
 @click.option(
-    "--access-log/--no-access-log",
-    default=True,
-    help="Write a line for each request to stderr: status, time, tokens and id.",
+    "--access-log/--no-access-log", default=True, help="A line on stderr for each request: status, time, tokens and id."
 )
 @click.option(
     "--warmup/--no-warmup",

@@ -88,7 +88,7 @@ class Simulator:
         self.dtype = "bfloat16" if self.model.dtype == "float32" else self.model.dtype
         if self.max_model_len > limit:
             raise ConfigError(
-                f"max_model_len={self.max_model_len} is more than the model's own limit of {limit} positions: lower it"
+                f"max_model_len={self.max_model_len} exceeds the model's own limit of {limit} positions: lower it"
             )
         if gpu.startswith(_ROOFLINE_PREFIX):
             spec = _known_gpu(gpu.removeprefix(_ROOFLINE_PREFIX))
@@ -319,8 +319,7 @@ def simulate(
         # matplotlib is an extra.
         from bullet_graph.cli.plots import draw_rates  # noqa: PLC0415
 
-        picture = draw_rates(plot.suffix[1:].lower(), runs_of, title=title, slo=config.slo)
-        write_result_file(plot, picture)
+        write_result_file(plot, draw_rates(plot.suffix[1:].lower(), runs_of, title=title, slo=config.slo))
         if not output.as_json:
             print_line(f"wrote {plot}")
 

@@ -95,8 +95,7 @@ def print_replays(title: str, named: Mapping[str, ReplayRun]) -> None:
         return [None if value is None else factor * value for value in found]
 
     add("duration, s", of("duration"), 2)
-    done = [f"{run['completed']:,} / {run['failed']:,}" for run in runs.values()]
-    table.add_row("requests done / failed", *done)
+    table.add_row("requests done / failed", *[f"{run['completed']:,} / {run['failed']:,}" for run in runs.values()])
     tokens = [f"{run['total_input_tokens']:,} / {run['total_output_tokens']:,}" for run in runs.values()]
     table.add_row("tokens in / out", *tokens)
     add("requests/s", of("request_throughput"), 2)

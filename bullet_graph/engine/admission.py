@@ -31,14 +31,7 @@ class Admission:
         self.grammars = Grammars(model, tokenizer)
 
     def request(
-        self,
-        request_id: str,
-        prompt: Prompt,
-        params: SamplingParams,
-        *,
-        output_kind: OutputKind,
-        arrival_s: float,
-        slo: Slo,
+        self, request_id: str, prompt: Prompt, params: SamplingParams, *, kind: OutputKind, arrival_s: float, slo: Slo
     ) -> Request:
         """Make a request of ``params.n`` samples; PromptError or SamplingParamsError for what cannot be served."""
         token_ids = self._token_ids(prompt)
@@ -66,7 +59,7 @@ class Admission:
             )
             for i in range(params.n)
         ]
-        return Request(samples, output_kind)
+        return Request(samples, kind)
 
     def _token_ids(self, prompt: Prompt) -> Int32Array:
         if isinstance(prompt, str):

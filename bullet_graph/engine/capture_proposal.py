@@ -178,8 +178,7 @@ class CaptureUsage:
         seen = self.steps.get(None, {})
         demands = []
         for size, same in seen.items():
-            kv_tokens = _total(same, "kv_tokens") // len(same)
-            padded_ms = self._padded_decode(size, kv_tokens, len(same))
+            padded_ms = self._padded_decode(size, _total(same, "kv_tokens") // len(same), len(same))
             demands.append(Demand(size, len(same), padded_ms, math.inf))
         every = [record for same in seen.values() for record in same]
         depth = _total(every, "kv_tokens") // max(_total(every, "batch_size"), 1)

@@ -107,9 +107,7 @@ class EngineCore:
         if not heads:
             if self.requests:
                 # A bug.
-                raise RuntimeError(
-                    f"{len(self.requests)} requests are under way, but the planner found nothing to launch"
-                )
+                raise RuntimeError(f"{len(self.requests)} requests are under way, but the planner launches nothing")
             return []
         ticket = self.executor.wait_any(list(heads), until_s)
         return [] if ticket is None else self._retire(heads[ticket])
@@ -290,8 +288,7 @@ class EngineCore:
             self._decode_start_s = now
         ticket = self.executor.launch(scheduled.step, placement)
         self.in_flight.launching = None
-        beside = bool(self.in_flight[other_lane(lane)])
-        launch = Launch(ticket, scheduled, placement, plan.policy, predicted_ms, beside)
+        launch = Launch(ticket, scheduled, placement, plan.policy, predicted_ms, bool(self.in_flight[other_lane(lane)]))
         self.in_flight.add(launch, now)
         if self.trace is not None:
             self.trace.launched(launch, now)
@@ -301,12 +298,8 @@ class EngineCore:
         start_s = self.executor.now()
         if start_s < self._no_capture_before_s:
             return
-        spare = spare_ms(
-            self._load(),
-            self.in_flight.awaited_s(start_s),
-            ms_per_token=self.planner.prefill_ms_per_token,
-            layers=self._num_layers,
-        )
+        awaited_s, ms_per_token = self.in_flight.awaited_s(start_s), self.planner.prefill_ms_per_token
+        spare = spare_ms(self._load(), awaited_s, ms_per_token=ms_per_token, layers=self._num_layers)
         if spare >= PREPARE_MS:
             self.prepare_next()
             end_s = self.executor.now()
@@ -371,8 +364,7 @@ class EngineCore:
         self._policy_seconds[launch.policy] += seconds
         self._lane_seconds[lane] += seconds
         if self._num_sms is not None:
-            sms = lane_sms(launch.placement.partition, lane) or self._num_sms
-            self._lane_sm_seconds[lane] += sms * seconds
+            self._lane_sm_seconds[lane] += (lane_sms(launch.placement.partition, lane) or self._num_sms) * seconds
         if self.trace is not None:
             self.trace.retired(launch.ticket, now, result.device_ms)
         # A split's step that ran alone for a while does not show its time beside the other lane.
@@ -411,8 +403,7 @@ class EngineCore:
                 sample.append(token_id, None)
             else:
                 sample.append(token_id, row_logprobs(result.logprobs, row, token_id, num_logprobs))
-            num_tokens = sequence.num_tokens - sequence.num_in_flight
-            if sample.finish_reason is None and num_tokens >= self.max_model_len:
+            if sample.finish_reason is None and sequence.num_tokens - sequence.num_in_flight >= self.max_model_len:
                 sample.finish("length")
             if sequence.first_token_s is None:
                 sequence.first_token_s = now

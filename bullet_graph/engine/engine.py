@@ -211,7 +211,7 @@ class Engine:
             request_id,
             prompt,
             SamplingParams(**self.default_sampling_params) if sampling_params is None else sampling_params,
-            output_kind=output_kind,
+            kind=output_kind,
             arrival_s=arrival,
             slo=self.config.slo if slo is None else slo.or_else(self.config.slo),
         )

@@ -55,8 +55,7 @@ class Sample:
         searched = len(self._text)
         if self._stream is not None:
             self._text += self._stream.flush()
-        stopped = reason == "length" and self._cut_at_stop(searched)
-        self.finish_reason = "stop" if stopped else reason
+        self.finish_reason = "stop" if reason == "length" and self._cut_at_stop(searched) else reason
 
     def _cut_at_stop(self, searched: int) -> bool:
         """Cut the text at the first stop string that ends beyond ``searched`` characters; not before min_tokens."""
@@ -112,8 +111,7 @@ class Request:
         assert self._prompt_logprobs is not None
         for position in range(first, end):
             token_id, count = self._prompt_token_ids[position + 1], self._first.params.prompt_logprobs or 0
-            at = row + position - first
-            self._prompt_logprobs[position + 1] = row_logprobs(logprobs, at, token_id, count)
+            self._prompt_logprobs[position + 1] = row_logprobs(logprobs, row + position - first, token_id, count)
 
     def output(self) -> RequestOutput:
         logprobs, finished, times = self._prompt_logprobs, self.finished, self.token_times_s

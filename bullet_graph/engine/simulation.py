@@ -166,5 +166,4 @@ def simulate(
     """
     requests = timed_requests(workload, arrivals, vocab_size=_VOCAB_SIZE, slo=slo, seed=settings.config.seed)
     engine = SimulatedEngine(model, settings, trace=trace, on_step=on_step)
-    replayed = replay(engine, requests, max_concurrency=max_concurrency, on_done=on_done)
-    return Simulation(replayed, engine.stats())
+    return Simulation(replay(engine, requests, max_concurrency=max_concurrency, on_done=on_done), engine.stats())

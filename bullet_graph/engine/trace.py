@@ -89,9 +89,7 @@ class DecisionTrace:
                 "budget_ms": None if decode is None else _finite(decode.budget_ms),
                 "slack_ms": None if decode is None else _finite(decode.slack_ms),
                 **choice,
-                "options": [
-                    {name: _finite(getattr(option, name)) for name in _OPTION_FIELDS} for option in plan.options
-                ],
+                "options": [{name: _finite(getattr(o, name)) for name in _OPTION_FIELDS} for o in plan.options],
             }
         )
 

@@ -83,8 +83,7 @@ class CaptureProgress:
         sizes = self._sizes[partition]
         if partition == WHOLE_GPU:
             return 0 if GraphKey(sizes[-1]) in self._missing else sizes[-1]
-        held = takewhile(lambda size: GraphKey(size, partition) not in self._missing, sizes)
-        return max(held, default=0)
+        return max(takewhile(lambda size: GraphKey(size, partition) not in self._missing, sizes), default=0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -124,8 +124,7 @@ class CapturePlan:
 
     def capture_s(self, num_layers: int) -> float:
         """Estimated seconds of capturing, without compiling."""
-        pieces = len(self.piecewise_rows) * num_layers
-        return self.num_decode_graphs * DECODE_GRAPH_S + pieces * PIECE_S
+        return self.num_decode_graphs * DECODE_GRAPH_S + len(self.piecewise_rows) * num_layers * PIECE_S
 
 
 def default_plan(

@@ -30,16 +30,11 @@ class EngineGraphs(CaptureProgress):
         self._num_hot = len(hot_keys(plan))
 
     def capture_first(
-        self,
-        ready: ReadyName,
-        stream_for: Callable[[SmPartition], torch.cuda.Stream],
-        clock: StartClock,
-        *,
-        progress: bool,
+        self, ready: ReadyName, bind: Callable[[SmPartition], torch.cuda.Stream], clock: StartClock, *, progress: bool
     ) -> CaptureReport:
         """Compile, and capture the graphs that an engine needs to be ready; waits for its own launches alone.
 
-        ``stream_for`` binds the decode lane's stream to a partition, and returns it.
+        ``bind`` binds the decode lane's stream to a partition, and returns it.
         """
         start_s = time.perf_counter()
         free_before, _ = torch.cuda.mem_get_info()
@@ -51,9 +46,9 @@ class EngineGraphs(CaptureProgress):
             for kind, of_kind in groupby(keys, type):
                 with clock.phase("piecewise graphs" if kind is PieceKey else "decode graphs"):
                     for key in of_kind:
-                        self._capture(key, stream_for(key.partition))
+                        self._capture(key, bind(key.partition))
                         advance(1)
-        stream_for(WHOLE_GPU).synchronize()
+        bind(WHOLE_GPU).synchronize()
         free_after, _ = torch.cuda.mem_get_info()
         return CaptureReport(
             num_graphs=len(keys),

@@ -81,8 +81,7 @@ class PiecewiseForward:
         x, residual = self._x[:rows], self.residual[:rows]
         if layer_index > 0:
             layer = layers[layer_index - 1]
-            attended = self.attended[:rows].flatten(1)
-            x, residual = attention_output(ops, attended, residual, *layer.output_weights, eps)
+            x, residual = attention_output(ops, self.attended[:rows].flatten(1), residual, *layer.output_weights, eps)
         layer = layers[layer_index]
         summed, out = self.residual[:rows], self._qkv[:rows]
         qkv, _ = attention_input(ops, x, residual, *layer.input_weights, eps, summed=summed, out=out)

@@ -58,8 +58,7 @@ def on_all_ranks(communicators: Communicators, holds: bool, device: torch.device
     communicator = communicators.get("decode")
     if communicator is None:
         return holds
-    count = communicator.all_reduce(torch.tensor([int(holds)], device=device))
-    return int(count) == communicator.num_ranks
+    return int(communicator.all_reduce(torch.tensor([int(holds)], device=device))) == communicator.num_ranks
 
 
 class GroupCommunicator(Communicator):

@@ -39,8 +39,7 @@ def quantize(x: Tensor, group: int) -> Quantized:
     """Quantize rows [rows, width]; ``group`` columns share a scale."""
     groups = pad(x.float(), (0, -x.shape[1] % group)).unflatten(1, (-1, group))
     scales = groups.abs().amax(-1).clamp_min(LEAST_AMAX) / FP8_MAX
-    values = saturated(groups / scales[..., None]).flatten(1)[:, : x.shape[1]]
-    return Quantized(values.contiguous(), scales, x.dtype)
+    return Quantized(saturated(groups / scales[..., None]).flatten(1)[:, : x.shape[1]].contiguous(), scales, x.dtype)
 
 
 def quantize_weight(weight: Tensor, *, blocks: bool) -> tuple[Tensor, Tensor]:

@@ -160,10 +160,8 @@ class TorchOps:
 
         ``gate_up`` has 2 * intermediate_size outputs, gate's first. With a ``group``, the result is quantized.
         """
-        projected = self.linear(x, gate_up)
-        return (
-            self.act_and_mul(projected, gelu) if group is None else self.act_and_mul_quantized(projected, gelu, group)
-        )
+        both = self.linear(x, gate_up)
+        return self.act_and_mul(both, gelu) if group is None else self.act_and_mul_quantized(both, gelu, group)
 
     def experts(self, x: Tensor, experts: Experts) -> Tensor:
         """Add up the outputs of each row's experts, times their weights: [rows, hidden_size] to the same.

@@ -30,7 +30,7 @@ MAX_OUTPUT_COUNT = FIRST_BIAS // ONE_OUTPUT - 1
 of the slot's biases it has. A negative mark bans it."""
 
 RECENT_TOKENS = sampling_params.MAX_BAD_WORD_TOKENS - 1
-RECENT_COLUMN = sampling_params.MAX_BIASED_TOKENS + 1
+RECENT_COLUMN = sampling_params.MAX_BIASES + 1
 WORDS_COLUMN = RECENT_COLUMN + RECENT_TOKENS
 TABLE_COLUMNS = WORDS_COLUMN + sampling_params.MAX_BAD_WORDS * (1 + RECENT_TOKENS)
 """Width of a slot's table: biases by number, 0 for none, by their bits; the output token at each position modulo

@@ -173,29 +173,24 @@ def can_fuse(x: Tensor, gate_up_weight: Tensor) -> bool:
 
 
 def swiglu_matmul(
-    x: Tensor,
-    gate_up_weight: Tensor,
-    out: Tensor | None = None,
-    *,
-    num_sms: int,
-    tiling: Mapping[str, int] = SWIGLU_TILING,
+    x: Tensor, gate_up: Tensor, out: Tensor | None = None, *, num_sms: int, tiling: Mapping[str, int] = SWIGLU_TILING
 ) -> Tensor:
-    """SwiGLU of x @ gate_up_weight.T on Hopper: summed and multiplied in float32, rounded once. Needs :func:`can_fuse`.
+    """SwiGLU of x @ gate_up.T on Hopper: summed and multiplied in float32, rounded once. Needs :func:`can_fuse`.
 
     The [rows, 2 * intermediate_size] array between the two steps is never written. The descriptors that TMA needs are
     made on the host and travel with the launch's arguments, so a captured launch holds while its tensors stay in place.
 
-    ``x`` is [rows, hidden_size] not empty, ``gate_up_weight`` [2 * intermediate_size, hidden_size]: gate's
+    ``x`` is [rows, hidden_size] not empty, ``gate_up`` [2 * intermediate_size, hidden_size]: gate's
     rows, then up's. The result [rows, intermediate_size] goes into ``out`` or new memory. All are contiguous.
     """
-    (rows, hidden_size), intermediate_size = x.shape, len(gate_up_weight) // 2
+    (rows, hidden_size), intermediate_size = x.shape, len(gate_up) // 2
     out = x.new_empty(rows, intermediate_size) if out is None else out
     block_m, block_n, block_k = (tiling[name] for name in ("BLOCK_M", "BLOCK_N", "BLOCK_K"))
     num_tiles = triton.cdiv(rows, block_m) * triton.cdiv(intermediate_size, block_n)
     # One program per SM of the device. On a lane with fewer, those that find no room start when others have ended.
     triton_kernels.swiglu_matmul_kernel[(min(num_sms, num_tiles),)](
         TensorDescriptor.from_tensor(x, [block_m, block_k]),
-        TensorDescriptor.from_tensor(gate_up_weight.view(2, intermediate_size, hidden_size), [2, block_n, block_k]),
+        TensorDescriptor.from_tensor(gate_up.view(2, intermediate_size, hidden_size), [2, block_n, block_k]),
         TensorDescriptor.from_tensor(out, [block_m, block_n]),
         rows,
         intermediate_size,

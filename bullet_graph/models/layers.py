@@ -155,22 +155,16 @@ def _mixture(ops: TorchOps, x: Tensor | Quantized, mixture: Mixture) -> Tensor:
 
 
 def _add_norm(
-    ops: TorchOps,
-    x: Tensor,
-    residual: Tensor,
-    norm: Tensor | None,
-    eps: float,
-    into: Linear,
-    summed: Tensor | None = None,
+    ops: TorchOps, x: Tensor, residual: Tensor, norm: Tensor | None, eps: float, into: Linear, out: Tensor | None = None
 ) -> tuple[Tensor | Quantized, Tensor]:
     """A sub-layer's input, quantized if its first projection is, and the new residual."""
     group = into.group
     if norm is None:
-        summed = torch.add(x, residual, out=summed)
-        return (summed if group is None else ops.quantize(summed, group)), summed
+        out = torch.add(x, residual, out=out)
+        return (out if group is None else ops.quantize(out, group)), out
     if group is None:
-        return ops.add_rms_norm(x, residual, norm, eps, summed)
-    return ops.add_rms_norm_quantized(x, residual, norm, eps, group, summed)
+        return ops.add_rms_norm(x, residual, norm, eps, out)
+    return ops.add_rms_norm_quantized(x, residual, norm, eps, group, out)
 
 
 def _normed_output(ops: TorchOps, x: Tensor, norm: Tensor | None, multiplier: float, eps: float) -> Tensor:

@@ -53,8 +53,7 @@ def read_rope(config: JsonObject, head_dim: int, *, can_be_partial: bool = False
 
     It is in ``rope_parameters`` (transformers 5), ``rope_scaling`` (4) or the config itself.
     """
-    keys = (key for key in ("rope_parameters", "rope_scaling") if config.get(key) is not None)
-    key = next(keys, None)
+    key = next((key for key in ("rope_parameters", "rope_scaling") if config.get(key) is not None), None)
     rope = JsonObject(config.path, {}) if key is None else config.nested(key)
     source = config if rope.get("partial_rotary_factor") is None else rope
     rotary_dim = int(head_dim * source.read("partial_rotary_factor", float, default=1.0))
@@ -99,8 +98,7 @@ def read_rope_entry(config: JsonObject, rope: JsonObject, rotary_dim: int) -> Ro
         case "llama3":
             scaling = _llama3(rope, original)
         case _:
-            known = "default, linear, dynamic, yarn, longrope or llama3"
-            rope.fail(type_key, known, UnsupportedModelError)
+            rope.fail(type_key, "default, linear, dynamic, yarn, longrope or llama3", UnsupportedModelError)
     return Rope(theta, scaling)
 
 

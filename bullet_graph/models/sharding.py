@@ -27,9 +27,7 @@ def shard(model: ModelConfig, num_ranks: int, rank: int, *, expert_parallel: boo
     if num_ranks == 1:
         return model
     if expert_parallel and not model.num_experts:
-        raise ConfigError(
-            f"expert_parallel divides experts among ranks, but {model.architecture} has none: leave it out"
-        )
+        raise ConfigError(f"expert_parallel divides experts, but {model.architecture} has none: leave it out")
     expert_size = model.expert_intermediate_size
     what = {
         "query heads": model.num_heads,

@@ -8,15 +8,7 @@ from typing import Protocol
 from bullet_graph.errors import PartitionError
 from bullet_graph.partition.driver import create_lane_streams
 from bullet_graph.partition.green import GreenBackend
-from bullet_graph.partition.masks import (
-    LANES,
-    SMS_PER_TPC,
-    WHOLE_GPU,
-    Lane,
-    SmPartition,
-    asks_for_disjoint_lanes,
-    sm_ranges,
-)
+from bullet_graph.partition.masks import LANES, SMS_PER_TPC, WHOLE_GPU, Lane, SmPartition, fits_side_by_side, sm_ranges
 from bullet_graph.partition.probe import SmidProbe
 from bullet_graph.partition.smctrl import SmctrlBackend
 
@@ -84,7 +76,7 @@ def verify(backend: PartitionBackend, partition: SmPartition, probe: SmidProbe) 
             mask, or SMs that they should not; or the back end cannot make the partition.
     """
     expected = {lane: backend.expected_sms(lane, partition) for lane in LANES}
-    disjoint = asks_for_disjoint_lanes(partition, num_tpcs=backend.num_sms // SMS_PER_TPC)
+    disjoint = fits_side_by_side(partition, num_tpcs=backend.num_sms // SMS_PER_TPC)
     if disjoint and (shared := expected["decode"] & expected["prefill"]):
         raise PartitionError(
             f"the lanes of {partition} must not share an SM, but {backend.name} gives both SMs {sm_ranges(shared)}: "

@@ -103,8 +103,7 @@ def run_child(offset: int, seeds: Seeds, *, timeout_s: float = TIMEOUT_S, bootst
     except subprocess.TimeoutExpired:
         return Outcome(Verdict.TIMED_OUT, f"killed after {timeout_s:g} s")
     if child.returncode < 0:
-        name = signal.strsignal(-child.returncode) or f"signal {-child.returncode}"
-        return Outcome(Verdict.CRASHED, name)
+        return Outcome(Verdict.CRASHED, signal.strsignal(-child.returncode) or f"signal {-child.returncode}")
     try:
         # The last line: the driver may have written to the same stream before.
         verdict, detail = json.loads(child.stdout.splitlines()[-1])

@@ -28,8 +28,7 @@ class GreenBackend:
         self._driver = probe.driver
         with ExitStack() as undo:
             undo.callback(probe.close)
-            api = probe.driver.api
-            kind = api.CUdevResourceType.CU_DEV_RESOURCE_TYPE_SM
+            kind = probe.driver.api.CUdevResourceType.CU_DEV_RESOURCE_TYPE_SM
             self._all = probe.driver.call("cuDeviceGetDevResource", probe.device, kind)
             self.num_sms = int(self._all.sm.smCount)
             self.granularity_sms = int(self._all.sm.smCoscheduledAlignment)

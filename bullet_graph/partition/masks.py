@@ -61,7 +61,7 @@ def lane_sms(partition: SmPartition, lane: Lane = "decode") -> int | None:
     return None if tpcs is None else SMS_PER_TPC * tpcs
 
 
-def asks_for_disjoint_lanes(partition: SmPartition, *, num_tpcs: int) -> bool:
+def fits_side_by_side(partition: SmPartition, *, num_tpcs: int) -> bool:
     """Whether the two lanes' TPCs fit on the GPU side by side."""
     counts = (partition.decode_tpcs, partition.prefill_tpcs)
     return sum(num_tpcs if count is None else count for count in counts) <= num_tpcs
@@ -111,7 +111,7 @@ def lane_masks(partition: SmPartition, *, num_tpcs: int, layout: GpcLayout | Non
     return masks
 
 
-def require_clusters(mask: TpcMask, layout: GpcLayout, lane: Lane) -> None:
+def check_clusters(mask: TpcMask, layout: GpcLayout, lane: Lane) -> None:
     """Raise PartitionError for a mask under which a kernel with thread-block clusters might never be scheduled.
 
     All blocks of a cluster must find room in one GPC at the same time. Under a mask that spreads its TPCs over the

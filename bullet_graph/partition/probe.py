@@ -122,8 +122,7 @@ class SmidProbe:
             undo.callback(call, "cuLibraryUnload", library)
             # A kernel, unlike a function of a module, belongs to no context: a launch takes the stream's context,
             # which for green contexts is not the current one.
-            kernel = call("cuLibraryGetKernel", library, _KERNEL)
-            self._function = api.CUfunction(int(kernel))
+            self._function = api.CUfunction(int(call("cuLibraryGetKernel", library, _KERNEL)))
             # `arrived`, then the records of each launch: 32 bits each.
             self._num_words = 1 + MAX_TOGETHER * self._num_blocks
             memory = call("cuMemAlloc", 4 * self._num_words)
@@ -187,8 +186,7 @@ class SmidProbe:
 
     def _read(self, stream: int, index: int, num_launches: int) -> frozenset[int]:
         records = array("I", bytes(4 * self._num_blocks))
-        size = len(records) * records.itemsize
-        self.driver.call("cuMemcpyDtoHAsync", records, self._records(index), size, stream)
+        self.driver.call("cuMemcpyDtoHAsync", records, self._records(index), len(records) * records.itemsize, stream)
         self.driver.call("cuStreamSynchronize", stream)
         if _UNWRITTEN in records:
             raise PartitionError(

@@ -10,15 +10,7 @@ from bullet_graph import _smctrl
 from bullet_graph.errors import PartitionError
 from bullet_graph.partition import offsets
 from bullet_graph.partition.driver import create_lane_streams
-from bullet_graph.partition.masks import (
-    SMS_PER_TPC,
-    GpcLayout,
-    Lane,
-    SmPartition,
-    TpcMask,
-    lane_masks,
-    require_clusters,
-)
+from bullet_graph.partition.masks import SMS_PER_TPC, GpcLayout, Lane, SmPartition, TpcMask, check_clusters, lane_masks
 from bullet_graph.partition.offsets import DriverId
 from bullet_graph.partition.probe import SmidProbe
 
@@ -98,7 +90,7 @@ class SmctrlBackend:
 
     A mask acts on launches and captures that follow, so ask right before them. It does not change graphs captured
     earlier, nor the other lane. ``layout`` None takes TPCs by number, which is safe only for kernels without clusters:
-    see :func:`~bullet_graph.partition.masks.require_clusters`.
+    see :func:`~bullet_graph.partition.masks.check_clusters`.
 
     Raises PartitionError where the driver's offset is neither known nor proven.
     """
@@ -144,6 +136,6 @@ class SmctrlBackend:
             masks = lane_masks(partition, num_tpcs=self._num_tpcs, layout=self._layout)
             if self._layout is not None:
                 for name, mask in masks.items():
-                    require_clusters(mask, self._layout, name)
+                    check_clusters(mask, self._layout, name)
             self._masks[partition] = masks
         return masks[lane]

@@ -24,8 +24,7 @@ def measure_copy_gb_per_s(device: str) -> float:
     for _ in range(_NUM_WARMUPS):
         target.copy_(source)
     time_copy = _time_on_gpu_s if device == "cuda" else _time_on_cpu_s
-    times_s = [time_copy(source, target) for _ in range(_NUM_REPEATS[device])]
-    return 2 * size / statistics.median(times_s) / 1e9
+    return 2 * size / statistics.median([time_copy(source, target) for _ in range(_NUM_REPEATS[device])]) / 1e9
 
 
 def _time_on_gpu_s(source: torch.Tensor, target: torch.Tensor) -> float:

@@ -128,8 +128,7 @@ class TableModel:
             return self._roofline.wave_chunk_tokens(max_tokens, sms)
         if self._prefill.surface(sms).is_measured(max_tokens):
             sizes.append(max_tokens)
-        depth = max_tokens / 2
-        return max(sizes, key=lambda tokens: (tokens / self._prefill(tokens, depth, sms)[0], tokens))
+        return max(sizes, key=lambda tokens: (tokens / self._prefill(tokens, max_tokens / 2, sms)[0], tokens))
 
     def _measured_beside(self, decode_sms: int, split: "Timed") -> tuple["BesideTimes", "BesideTimes"]:
         """Times of the decode lane and of the prefill lane."""

@@ -98,7 +98,7 @@ def plan_profile(
                 )
         held_back = _draw(grid, limits, seed)
         for burst_s in _BURSTS_S:
-            pass_s = sum(burst_seconds(point, burst_s, model) for point in grid + held_back)
+            pass_s = sum(seconds_of(point, burst_s, model) for point in grid + held_back)
             passes = min(_MAX_PASSES, max(_MIN_PASSES, int(time_budget_s / pass_s)))
             plan = ProfilePlan(grid, held_back, passes, burst_s, passes * pass_s, seed)
             if plan.guessed_s <= time_budget_s:
@@ -113,7 +113,7 @@ def plan_profile(
     )
 
 
-def burst_seconds(point: ProfilePoint, burst_s: float, model: PerformanceModel) -> float:
+def seconds_of(point: ProfilePoint, burst_s: float, model: PerformanceModel) -> float:
     """Estimated time of a burst, start and end included."""
     times_ms, _ = point.predicted(model)
     return max(WARM_S + burst_s, (MIN_INTERVALS + 1) * max(times_ms) / 1e3) + _BURST_OVERHEAD_S

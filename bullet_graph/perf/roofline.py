@@ -271,10 +271,8 @@ class Roofline:
         self._dtype_bytes = dtype_bytes
         self._weight_bytes = decode_weight_bytes(shape, batch_size=0, dtype_bytes=dtype_bytes)
         of_expert = sum(map(math.prod, expert_projections(shape).values()))
-        saved = fp8_savings(shape, dtype_bytes=dtype_bytes, experts=1) - fp8_savings(
-            shape, dtype_bytes=dtype_bytes, experts=0
-        )
-        self._expert_bytes = shape.num_layers * dtype_bytes * of_expert - saved
+        one, none = (fp8_savings(shape, dtype_bytes=dtype_bytes, experts=experts) for experts in (1, 0))
+        self._expert_bytes = shape.num_layers * dtype_bytes * of_expert - (one - none)
         self._head_bytes = shape.hidden_size * shape.vocab_size * dtype_bytes
         self._kv_bytes = kv_cache_bytes_per_token(shape, dtype_bytes=dtype_bytes)
         met = num_weights(shape, embedding_rows=0, experts=shape.own_experts_per_token)

@@ -30,15 +30,11 @@ class Surface:
     __slots__ = ("_cells", "_last_x", "_last_y", "measured_range", "xs", "ys")
 
     def __init__(
-        self,
-        xs: Sequence[float],
-        ys: Sequence[float],
-        cells: Sequence[Sequence[float]],
-        measured_range: tuple[float, float],
+        self, xs: Sequence[float], ys: Sequence[float], cells: Sequence[Sequence[float]], measured: tuple[float, float]
     ) -> None:
         self.xs = list(xs)
         self.ys = list(ys)
-        self.measured_range = measured_range
+        self.measured_range = measured
         self._cells: list[list[float]] = _never_falling(cells).tolist()
         self._last_x = len(self.xs) - 1
         self._last_y = len(self.ys) - 1

@@ -68,8 +68,7 @@ class ProfilePoint:
         kv_tokens = self.batch_size * self.context_tokens
         pairs = attention_pairs(self.tokens, self.cached_tokens)
         if self.kind == "split":
-            sms = self.sms or model.num_sms
-            both = model.split(sms, self.batch_size, kv_tokens, self.tokens, pairs)
+            both = model.split(self.sms or model.num_sms, self.batch_size, kv_tokens, self.tokens, pairs)
             return (both.decode_ms, both.prefill_ms), both.measured
         if self.kind == "decode":
             one = model.decode(self.batch_size, kv_tokens, self.sms)
@@ -176,9 +175,7 @@ def require_match(table: PerfTable, key: TableKey, *, any_versions: bool = False
     """
     found = table.key
     plain = ("gpu", "num_sms", "dtype")
-    differences = _differences(
-        {name: getattr(key, name) for name in plain}, {name: getattr(found, name) for name in plain}
-    )
+    differences = _differences(*({name: getattr(each, name) for name in plain} for each in (key, found)))
     if ranks := rank_differences(key.shape, found.shape):
         # All other numbers of the shape are a rank's.
         differences += ranks
@@ -288,9 +285,7 @@ def read_table(path: Path) -> PerfTable:
     try:
         return _read_content(json.loads(path.read_bytes(), parse_constant=_reject_constant))
     except FileNotFoundError as cause:
-        raise PerfTableError(
-            f"there is no performance table {path}: measure one with `bullet-graph profile`"
-        ) from cause
+        raise PerfTableError(f"there is no performance table {path}: make one with `bullet-graph profile`") from cause
     except OSError as cause:
         raise PerfTableError(f"cannot read the performance table {path}: {cause}") from cause
     except PerfTableError as error:

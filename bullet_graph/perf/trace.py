@@ -209,13 +209,7 @@ def read_trace(path: Path) -> Trace:
     starts = [d.time_s for d in [*decisions.values()][:1]] + [x.time_s for x in launches[:1]]
     start_s = min(starts + [r.arrival_s for r in requests], default=0.0)
     return Trace(
-        header,
-        tuple(decisions.values()),
-        tuple(launches),
-        tuple(requests),
-        tuple(notes),
-        start_s,
-        end_s=max(last_s, start_s),
+        header, tuple(decisions.values()), tuple(launches), tuple(requests), tuple(notes), start_s, max(last_s, start_s)
     )
 
 

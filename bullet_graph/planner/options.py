@@ -104,8 +104,7 @@ class Backlog:
     def alone_ms(self, tokens: int, policy: PolicyName) -> float:
         """A forward of the first ``tokens`` prompt rows alone on the whole GPU."""
         predictor = self._predictor
-        ms = predictor.model.prefill(tokens, self.pairs(tokens)).ms
-        return ms * predictor.corrections[policy, "slice"]
+        return predictor.model.prefill(tokens, self.pairs(tokens)).ms * predictor.corrections[policy, "slice"]
 
     def demand(self, ms_per_token: float) -> "Demand":
         """What the deadlines require that can be met at ``ms_per_token``."""

@@ -123,8 +123,7 @@ class Planner:
         """Whole chunks on the decode lane; slices of layers if a chunk is under way on the prefill lane."""
         if load.chunk is None:
             rows = min(backlog.chunk_rows(predictor.whole_chunk), self.max_rows)
-            ms = self._alone_ms(backlog, rows, "solo")
-            return Plan("solo", decode=False, chunk_tokens=rows, decode_ms=ms)
+            return Plan("solo", decode=False, chunk_tokens=rows, decode_ms=self._alone_ms(backlog, rows, "solo"))
         layer_ms = self._alone_ms(backlog, backlog.tokens, "solo") / predictor.model.num_layers
         layers = min(max(round(TUNING.solo_slice_ms / layer_ms), 1), backlog.layers_left)
         return Plan("solo", decode=False, prefill_lane="prefill", slice_layers=layers, slice_ms=layers * layer_ms)

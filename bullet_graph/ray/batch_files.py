@@ -79,9 +79,7 @@ def read_input(location: str, defaults: Mapping[str, Any] | None = None) -> Batc
     for where, row in _rows(location):
         custom_id, request = _request(row, where, len(lines) + 1, defaults or {})
         if custom_id in ids:
-            raise WorkloadError(
-                f"{where}: each custom_id must be there once, found {custom_id!r:.80} in {ids[custom_id]}"
-            )
+            raise WorkloadError(f"{where}: each custom_id must be unique, found {custom_id!r:.80} in {ids[custom_id]}")
         ids[custom_id] = where
         lines.append(to_json(request))
         tokens.append(_output_tokens(request))
@@ -188,8 +186,7 @@ def _request(row: Any, where: str, number: int, defaults: Mapping[str, Any]) -> 
     if not isinstance(custom_id, str) or not custom_id:
         raise WorkloadError(f"{where}: custom_id must be a text that is not empty, found {custom_id!r:.80}")
     if isinstance(request["body"], dict):
-        given = request["body"].keys()
-        left_out = _LIMITS if not given.isdisjoint(_LIMITS) else ()
+        left_out = _LIMITS if not request["body"].keys().isdisjoint(_LIMITS) else ()
         request["body"] = {k: v for k, v in defaults.items() if k not in left_out} | request["body"]
     return custom_id, request
 

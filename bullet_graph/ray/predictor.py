@@ -81,9 +81,7 @@ class RowEngine:
         method, url = request["method"], request["url"]
         kind = _KINDS.get(url) if isinstance(url, str) else None
         if kind is None or method != "POST":
-            raise ApiError(
-                400, f"`url` must be one of {', '.join(_KINDS)}, with POST; found {method!r:.20} {url!r:.80}"
-            )
+            raise ApiError(400, f"`url` must be one of {', '.join(_KINDS)}, by POST; found {method!r:.20} {url!r:.80}")
         read: ChatCompletionRequest | CompletionRequest = read_request(kind, request["body"])
         if read.stream:
             raise ApiError(400, "`stream`: a batch has no streams: leave it out")

@@ -153,8 +153,7 @@ def capture_plan_of(config: EngineConfig, runtime: Runtime, performance: Perform
     dtype, num_sms = runtime.dtype_name, runtime.gpu.num_sms
     if (plan := named_plan(config, dtype=dtype, num_sms=num_sms)) is not None:
         return plan
-    partitions = partitions_of(config, runtime, performance)
-    decode_sms = [sms for p in partitions if (sms := lane_sms(p)) is not None]
+    decode_sms = [sms for p in partitions_of(config, runtime, performance) if (sms := lane_sms(p)) is not None]
     return default_plan(config, dtype=dtype, num_sms=num_sms, shape=runtime.model, decode_sms=decode_sms)
 
 
@@ -176,15 +175,10 @@ def decoder_while_loading(
                     folder = download(runtime.hub_id, folder.name, weights=True)
             checkpoint = stack.enter_context(open_checkpoint(folder, runtime.model))
         with start.clock.phase("allocation"):
-            cache = KVCache(
-                runtime.model,
-                num_blocks=ledger.num_kv_blocks,
-                block_tokens=KV_BLOCK_TOKENS,
-                dtype=runtime.dtype,
-                device=runtime.device,
-            )
-            weights = zero_weights(runtime.model, dtype=runtime.dtype, device=runtime.device)
-            cos_sin = cos_sin_tables(runtime.model, runtime.max_model_len, runtime.device)
+            dtype, device, blocks = runtime.dtype, runtime.device, ledger.num_kv_blocks
+            cache = KVCache(runtime.model, num_blocks=blocks, block_tokens=KV_BLOCK_TOKENS, dtype=dtype, device=device)
+            weights = zero_weights(runtime.model, dtype=dtype, device=device)
+            cos_sin = cos_sin_tables(runtime.model, runtime.max_model_len, device)
             decoder = Decoder(runtime.model, weights, cache, cos_sin)
         if checkpoint is None:
             loading = WeightLoading(

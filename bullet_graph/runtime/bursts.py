@@ -152,8 +152,7 @@ class Workbench:
         communicator = communicators.get("prefill")
         ops = TritonOps(Gpu.of(device), communicator)
         # Ranks would time them differently.
-        are_tuned = communicator is not None
-        self._layer_graphs = PiecewiseGraphs(decoder, ops, buckets=buckets, are_tuned=are_tuned)
+        self._layer_graphs = PiecewiseGraphs(decoder, ops, buckets=buckets, are_tuned=communicator is not None)
         self._eager = EagerLane(
             decoder,
             state,
@@ -265,8 +264,7 @@ class Workbench:
         return partition_of(decode_sms, num_sms=self.num_sms)
 
     def _decode_rows(self, point: ProfilePoint) -> DecodeBatch | None:
-        positions = [point.context_tokens - 1] * point.batch_size
-        return make_batches((), positions, blocks=self._blocks)[1]
+        return make_batches((), [point.context_tokens - 1] * point.batch_size, blocks=self._blocks)[1]
 
     def _chunk(self, point: ProfilePoint) -> PrefillBatch | None:
         chunk = (point.cached_tokens, point.tokens, True)
@@ -289,9 +287,8 @@ def open_workbench(
     cannot be made or verified, CheckpointError where the weights cannot be read.
     """
     config, runtime = prepared.config, prepared.runtime
-    partitions = partitions_of(config, runtime)
     # Before the weights, so that a failing partition does not cost their loading.
-    backend, why = open_backend(config.partition_backend, partitions, device=runtime.device.index)
+    backend, why = open_backend(config.partition_backend, partitions_of(config, runtime), device=runtime.device.index)
     with closing(backend):
         # The bench alone holds the decoder, so that closing it frees the memory.
         bench = Workbench(

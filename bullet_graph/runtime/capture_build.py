@@ -209,14 +209,12 @@ def exercise(executor: Executor, *, max_rows: int, max_num_seqs: int, max_model_
     for rows, (prompts, tokens) in itertools.product(DECODE_ROWS, kinds):
         fits = prompts + rows <= max_num_seqs and prompts * tokens + rows <= max_rows
         if fits and prompts * _num_blocks(tokens) * KV_BLOCK_TOKENS <= room:
-            step = _step([(0, tokens, True)] * prompts, rows)
-            executor.wait(executor.launch(step, Placement("decode")))
+            executor.wait(executor.launch(_step([(0, tokens, True)] * prompts, rows), Placement("decode")))
 
 
 def _step(chunks: Sequence[Chunk], decode_rows: int = 0) -> Step:
     """Chunks whose prompts lie in blocks from 2 on, and decode rows that share block 1."""
-    slots = range(len(chunks) + decode_rows)
-    admitted = tuple(SlotInit(slot, 0.0, 0, 1.0, 0.0, 0, (), 0) for slot in slots)
+    admitted = tuple(SlotInit(slot, 0.0, 0, 1.0, 0.0, 0, (), 0) for slot in range(len(chunks) + decode_rows))
     num_blocks = sum(_num_blocks(start + tokens) for start, tokens, _ in chunks)
     blocks = np.append(np.arange(2, 2 + num_blocks), [1] * decode_rows)
     return Step(admitted, *make_batches(chunks, [_POSITION] * decode_rows, blocks=blocks), None)

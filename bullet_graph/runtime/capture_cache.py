@@ -350,8 +350,7 @@ def copy_kernels(source: Path, target: Path) -> None:
         for path in sorted(source.rglob("*"), key=lambda path: path.name.startswith(_GROUP_PREFIX)):
             relative = path.relative_to(source)
             goal = target / relative
-            is_unfinished = any(part.startswith("tmp.") for part in relative.parts)
-            if is_unfinished or path.is_dir() or goal.exists():
+            if any(part.startswith("tmp.") for part in relative.parts) or path.is_dir() or goal.exists():
                 continue
             data = path.read_bytes()
             if path.name.startswith(_GROUP_PREFIX):

@@ -50,8 +50,7 @@ def compiled_for_cpu(
 ) -> LayerFunctions:
     """Layer functions for up to ``max_rows`` rows, compiled for forwards of two or more rows."""
     ops = TorchOps(communicator)
-    compiled = compiled_functions(decoder, ops, CompiledOps(), max_rows, compiler)
-    return by_rows(eager_functions(ops), compiled)
+    return by_rows(eager_functions(ops), compiled_functions(decoder, ops, CompiledOps(), max_rows, compiler))
 
 
 class CpuExecutor(Executor):
@@ -120,8 +119,7 @@ class CpuExecutor(Executor):
         for init in step.admitted:
             self._state.settings[init.slot] = torch.from_numpy(settings_row(init))
             if init.adjustments is not None:
-                row = adjustments_row(init.adjustments, self._state.vocab_size)
-                self._state.write_adjustments(init.slot, row)
+                self._state.write_adjustments(init.slot, adjustments_row(init.adjustments, self._state.vocab_size))
         if step.bitmasks is not None:
             self._state.write_bitmasks(step.bitmasks.slots, step.bitmasks.words)
         rows = lay_out(step.prefill, step.decode, self._decoder.cache.block_tokens)

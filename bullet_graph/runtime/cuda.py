@@ -82,8 +82,7 @@ def _logprobs_to_host(of: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor
 
 def _to_host(tensor: Tensor) -> Tensor:
     """Start a copy into pinned memory on the current stream."""
-    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-    return host.copy_(tensor, non_blocking=True)
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
 
 
 @dataclass(slots=True)
@@ -147,15 +146,14 @@ class CudaExecutor(Executor):
         # Weights and cache were made on the default stream. The other streams are still loading the weights.
         torch.cuda.default_stream(device).synchronize()
         stream = self._stream("decode", WHOLE_GPU)
+        communicator = communicators.get("decode")
         self._layer_graphs: PiecewiseGraphs | None = None
         with torch.cuda.stream(stream), torch.inference_mode():
             self._state = SamplingState(max_num_seqs + 1, decoder.config.vocab_size, device)  # one for padded rows
             if config.cuda_graphs:
+                ops = TritonOps(Gpu.of(device), communicator)
                 self._layer_graphs = PiecewiseGraphs(
-                    decoder,
-                    TritonOps(Gpu.of(device), communicators.get("decode")),
-                    buckets=plan.piecewise_rows,
-                    are_tuned=tuned_rows is not None,
+                    decoder, ops, buckets=plan.piecewise_rows, are_tuned=tuned_rows is not None
                 )
 
         def lane(name: Lane, graphs: PiecewiseGraphs | None) -> _Lane:
@@ -188,7 +186,7 @@ class CudaExecutor(Executor):
                     max_batch_size=max_num_seqs,
                     shares_prefixes=config.prefix_caching,
                     compiler=compiler,
-                    communicator=communicators.get("decode"),
+                    communicator=communicator,
                 )
                 self._captures = EngineGraphs(
                     self._graphs, self._layer_graphs, plan, num_layers=decoder.config.num_layers

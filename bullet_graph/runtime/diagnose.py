@@ -90,8 +90,7 @@ def _judge_system(machine: Machine) -> Iterator[Finding]:
 def _judge_gpu(asked: EngineConfig, machine: Machine) -> Iterator[Finding]:
     line, driver = partial(_finding, "GPU"), machine.driver
     if driver is not None:
-        found = f"{driver.release}, CUDA {_cuda_version(driver.cuda_version)}, {driver.machine}"
-        yield line("NVIDIA driver", found)
+        yield line("NVIDIA driver", f"{driver.release}, CUDA {_cuda_version(driver.cuda_version)}, {driver.machine}")
     elif machine.uses_gpu:
         yield line("NVIDIA driver", "not identified", machine.driver_problem, Level.YELLOW)
     else:
@@ -154,17 +153,13 @@ def _judge_several_gpus(asked: EngineConfig, machine: Machine) -> Iterator[Findi
         }
         advice = None
         if by_link["PCIe"]:
-            advice = (
-                "sums over ranks are slow without NVLink: take GPUs that it joins (CUDA_VISIBLE_DEVICES), if there are"
-            )
+            advice = "sums over ranks are slow without NVLink: take GPUs that it joins (CUDA_VISIBLE_DEVICES)"
         elif by_link["unknown"]:
             advice = f"NVML does not tell: see `nvidia-smi topo -m`, or {_INSTALL_CUDA}"
         texts = [f"{name} {_pairs(pairs, several)}" for name, pairs in by_link.items() if pairs]
         yield line("links", "; ".join(texts), advice, Level.YELLOW)
         without = [pair for pair in several.pairs if not pair.has_peer_access]
-        advice = (
-            "NCCL goes through the host's memory, which is slow: see whether IOMMU or ACS is on, or a virtual machine"
-        )
+        advice = "NCCL goes through the host's memory, slowly: see whether IOMMU or ACS is on, or a virtual machine"
         text = f"not {_pairs(without, several)}" if without else _pairs(several.pairs, several)
         yield line("peer access", text, advice if without else None, Level.YELLOW)
         advice = None if several.nccl else "this torch is built without NCCL: install NVIDIA's build for Linux"
@@ -194,8 +189,7 @@ def _judge_libraries(machine: Machine) -> Iterator[Finding]:
     triton, flashinfer = (machine.provenance.versions[name] for name in ("triton", "flashinfer"))
     yield line("Triton", triton or "not installed", None if triton else _INSTALL_CUDA)
     advice = f"release {FLASHINFER_RELEASE} is needed: pip install flashinfer-python=={FLASHINFER_RELEASE}"
-    is_right = flashinfer == FLASHINFER_RELEASE
-    yield line("FlashInfer", flashinfer or "not installed", None if is_right else advice)
+    yield line("FlashInfer", flashinfer or "not installed", None if flashinfer == FLASHINFER_RELEASE else advice)
     yield line("cuda-python", cuda_python or "not installed", None if cuda_python else _INSTALL_CUDA)
     problem = machine.gpu_path_problem
     if problem is None:

@@ -67,7 +67,7 @@ def machine_components(device: torch.device) -> dict[str, str]:
         "python": f"{platform.python_implementation()} {'.'.join(platform.python_version_tuple()[:2])}",
         "torch": torch.__version__,
         "triton": installed_version("triton") or _NONE,
-        "code": source_digest(),
+        "code": code_digest(),
     }
     if device.type != "cpu":
         return components | _gpu_components(device)
@@ -79,7 +79,7 @@ def machine_components(device: torch.device) -> dict[str, str]:
     }
 
 
-def source_digest() -> str:
+def code_digest() -> str:
     """Shortened SHA-256 over the package's :data:`SOURCES`, by name and content."""
     hashes = {}
     for path in (path for pattern in SOURCES for path in _PACKAGE_FOLDER.glob(pattern)):

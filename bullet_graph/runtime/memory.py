@@ -24,9 +24,7 @@ _SPLIT_TILES = 512
 
 def format_bytes(num_bytes: int) -> str:
     """A size as text: in GiB, or in MiB below one GiB."""
-    if abs(num_bytes) < GIB:
-        return f"{num_bytes / MIB:,.2f} MiB"
-    return f"{num_bytes / GIB:,.2f} GiB"
+    return f"{num_bytes / MIB:,.2f} MiB" if abs(num_bytes) < GIB else f"{num_bytes / GIB:,.2f} GiB"
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,7 @@ from multiprocessing.connection import Connection, Pipe
 
 def environment_of_child(**changes: str) -> dict[str, str]:
     """This process's environment with changes. Modules are found where this process finds them."""
-    paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
-    return {**os.environ, "PYTHONPATH": paths, **changes}
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path), **changes}
 
 
 def start_process(module: str, *arguments: str, **environment: str) -> "tuple[Connection, subprocess.Popen[bytes]]":

@@ -52,12 +52,8 @@ class Prepared:
 
     @property
     def limits(self) -> ProfileLimits:
-        return ProfileLimits(
-            self.config.max_num_seqs,
-            self.config.max_num_batched_tokens,
-            self.runtime.max_model_len,
-            self.ledger.kv_cache_tokens,
-        )
+        max_num_seqs, chunk_tokens = self.config.max_num_seqs, self.config.max_num_batched_tokens
+        return ProfileLimits(max_num_seqs, chunk_tokens, self.runtime.max_model_len, self.ledger.kv_cache_tokens)
 
 
 def prepare_profile(config: EngineConfig) -> Prepared:
@@ -94,10 +90,9 @@ class Pass:
     device: DeviceReport
 
     def __str__(self) -> str:
-        figures = ((self.device.sm_clock_mhz, "MHz"), (self.device.power_w, "W"))
         return f"{self.num_points} bursts in {self.seconds:.0f} s" + "".join(
             f", {values.mean:,.0f} {unit} ({values.min:,.0f}–{values.max:,.0f})"
-            for values, unit in figures
+            for values, unit in ((self.device.sm_clock_mhz, "MHz"), (self.device.power_w, "W"))
             if values is not None
         )
 
@@ -163,8 +158,7 @@ def profile_model(
             )
 
         communicators = ALONE if ranks is None else ranks.communicators
-        opened = open_workbench(prepared, progress=progress, communicators=communicators, ranks=ranks)
-        with opened as (bench, why):
+        with open_workbench(prepared, progress=progress, communicators=communicators, ranks=ranks) as (bench, why):
             provenance["partition_backend"] = why
             tell(f"partitions: {why}")
             num_graphs = bench.capture(plan.points, progress=progress)

@@ -36,8 +36,7 @@ class StepWork:
         tokens, pairs, batch_size, kv_tokens, num_sampled = 0, 0.0, 0, 0, 0
         if step.prefill is not None:
             tokens = len(step.prefill.token_ids)
-            lengths = np.diff(step.prefill.q_indptr).tolist()
-            pairs = sum(map(attention_pairs, lengths, step.prefill.starts.tolist()))
+            pairs = sum(map(attention_pairs, np.diff(step.prefill.q_indptr).tolist(), step.prefill.starts.tolist()))
             num_sampled = int(np.count_nonzero(step.prefill.samples))
         if step.decode is not None:
             batch_size = len(step.decode.slots)

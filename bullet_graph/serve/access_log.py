@@ -55,8 +55,7 @@ class AccessLog:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                request_id = (b"x-request-id", tally.request_id.encode())
-                message = {**message, "headers": [*message["headers"], request_id]}
+                message = {**message, "headers": [*message["headers"], (b"x-request-id", tally.request_id.encode())]}
             await send(message)
 
         try:

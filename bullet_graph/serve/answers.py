@@ -74,8 +74,7 @@ class Answer(Response):
         try:
             async with asyncio.timeout(self._timeout_s if math.isfinite(self._timeout_s) else None):
                 if self._whole is not None:
-                    body = await self._whole()
-                    await Response(body, media_type="application/json")(scope, receive, send)
+                    await Response(await self._whole(), media_type="application/json")(scope, receive, send)
                 elif self._events is not None:
                     async with aclosing(self._events()) as events:
                         async for event in events:

@@ -79,8 +79,7 @@ class OpenAiServer:
         if request.is_followed:
             body["return_token_ids"] = True
         if self.settings.get("owned_by") == OWNER and request.slo != NO_TARGETS:
-            targets = dataclasses.asdict(request.slo)
-            body["slo"] = {name: value for name, value in targets.items() if value is not None}
+            body["slo"] = {name: value for name, value in dataclasses.asdict(request.slo).items() if value is not None}
         num_seen = 0
         async with self._session.post(f"{self._url}/completions", json=body) as response:
             if not response.ok:

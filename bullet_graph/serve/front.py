@@ -78,11 +78,7 @@ class Replica:
         assert self._session is not None
         asked = scope["raw_path"] + b"?" + scope["query_string"]
         url = yarl.URL("http://engine" + asked.decode("latin-1"), encoded=True)
-        headers = [
-            (name.decode("latin-1"), value.decode("latin-1"))
-            for name, value in scope["headers"]
-            if name not in _NOT_SENT
-        ]
+        headers = [(k.decode("latin-1"), v.decode("latin-1")) for k, v in scope["headers"] if k not in _NOT_SENT]
         if scope.get("client"):
             headers.append(("X-Forwarded-For", scope["client"][0]))
         async with self._asked():

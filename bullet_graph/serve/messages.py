@@ -72,9 +72,7 @@ class ToolCall(_Said):
         except ValueError:
             arguments = None
         if not isinstance(arguments, dict):
-            raise PromptError(
-                f"`messages`: arguments of a tool call must be the text of a JSON object, found {text!r:.80}"
-            )
+            raise PromptError(f"`messages`: arguments of a tool call must be a JSON object's text, found {text!r:.80}")
         function = {"name": self.function.name, "arguments": arguments}
         return ({} if self.id is None else {"id": self.id}) | {"type": "function", "function": function}
 

@@ -181,8 +181,7 @@ class ServerMetrics(Collector):
             yield from histogram.collect()
         yield total("num_steps", "Forwards of the model.", stats.num_steps)
         yield one("lane_sms", "SMs that each lane uses now.", stats.lane_sms, "lane")
-        sm_seconds = "Device time of each lane times its SMs."
-        yield total("lane_sm_seconds", sm_seconds, stats.lane_sm_seconds, "lane")
+        yield total("lane_sm_seconds", "Device time of each lane times its SMs.", stats.lane_sm_seconds, "lane")
         yield total("lane_seconds", "Device time of each lane.", stats.lane_seconds, "lane")
         yield total("policy_seconds", "Device time under each policy.", stats.policy_seconds, "policy")
         yield one("policy_time_share", "Share of device time by policy.", stats.policy_shares, "policy")
@@ -201,8 +200,7 @@ class ServerMetrics(Collector):
         values: float | Mapping[Any, float],
         label: str | None = None,
     ) -> Metric:
-        labels = ["model_name"] if label is None else ["model_name", label]
-        family = kind(PREFIX + name, documentation, labels=labels)
+        family = kind(PREFIX + name, documentation, labels=["model_name"] if label is None else ["model_name", label])
         if isinstance(values, Mapping):
             for key, value in values.items():
                 family.add_metric([self._model_name, key], value)

@@ -7,13 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from bullet_graph.errors import SamplingParamsError
-from bullet_graph.sampling_params import (
-    MAX_BIASED_TOKENS,
-    MAX_LOGPROBS,
-    MAX_TEMPERATURE,
-    SamplingParams,
-    StructuredOutputs,
-)
+from bullet_graph.sampling_params import MAX_BIASES, MAX_LOGPROBS, MAX_TEMPERATURE, SamplingParams, StructuredOutputs
 from bullet_graph.serve.messages import Many, Message, NamedTool, T, Tool, Tools
 from bullet_graph.serve.tools import forced_calls
 
@@ -101,8 +95,7 @@ class ResponseFormat(_Strict):
     def structured_outputs(self) -> StructuredOutputs | None:
         """What the engine is to follow; None for free text."""
         if self.type == "json_schema":
-            schema = None if self.json_schema is None else self.json_schema.schema_
-            return StructuredOutputs(json=schema)
+            return StructuredOutputs(json=None if self.json_schema is None else self.json_schema.schema_)
         if self.type == "structural_tag":
             return StructuredOutputs(structural_tag=self.model_dump(include={"structures", "triggers"}))
         return StructuredOutputs(json_object=True) if self.type == "json_object" else None
@@ -174,7 +167,7 @@ class GenerationRequest(_Request):
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     repetition_penalty: Annotated[float, Field(ge=1e-3, le=1e3)] | None = None
-    logit_bias: Annotated[dict[BiasedId, Bias], Field(max_length=MAX_BIASED_TOKENS)] | None = None
+    logit_bias: Annotated[dict[BiasedId, Bias], Field(max_length=MAX_BIASES)] | None = None
     bad_words: Annotated[list[StopText], Field(max_length=128)] | None = None
     prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     response_format: ResponseFormat | None = None
@@ -294,9 +287,7 @@ class CompletionRequest(GenerationRequest):
     def prompts(self) -> list[str | list[int]]:
         """The prompts, at least one."""
         prompt = self.prompt
-        if isinstance(prompt, str) or isinstance(prompt[0], int):
-            return [prompt]
-        return list(prompt)
+        return [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else list(prompt)
 
 
 class ChatCompletionRequest(GenerationRequest):

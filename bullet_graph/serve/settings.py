@@ -25,9 +25,7 @@ class ServeSettings:
 
     served_model_name: str = setting(MISSING, "The model's name in requests.", wanted="a name that is not empty")
     host: str = setting("127.0.0.1", "Address to listen on; 0.0.0.0: all.", wanted="a name or an address")
-    port: int = setting(
-        8000, "TCP port; 0: a free one.", wanted="between 0 and 65535", holds=lambda port: 0 <= port < 2**16
-    )
+    port: int = setting(8000, "TCP port; 0: a free one.", wanted="between 0 and 65535", holds=lambda n: 0 <= n < 2**16)
     api_key: str | None = setting(
         None,
         "Key that every request but /health must carry, as `Authorization: Bearer KEY`.",
@@ -35,9 +33,7 @@ class ServeSettings:
         holds=lambda key: key.isascii() and key.isprintable() and key != "",
         secret=True,
     )
-    max_connections: int = setting(
-        4096, "Most open connections; one more gets 503. Each needs a file descriptor.", minimum=1
-    )
+    max_connections: int = setting(4096, "Most open connections; more get 503. Each needs a descriptor.", minimum=1)
     max_headers: int = setting(100, "Most headers of a request; one with more gets 431.", minimum=1)
     max_header_bytes: int = _size(
         64 << 10, "Largest URL and headers of a request; larger ones get 431.", flag="--max-header-size"

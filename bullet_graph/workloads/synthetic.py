@@ -91,9 +91,7 @@ def synthetic_workload(name: str, num_requests: int, seed: int = 0) -> Workload:
     Raises WorkloadError for an unknown name, no request, or a negative seed.
     """
     if name not in SYNTHETIC_NAMES:
-        raise WorkloadError(
-            f"unknown synthetic workload {name!r}: use synthetic:{', synthetic:'.join(SYNTHETIC_NAMES)}"
-        )
+        raise WorkloadError(f"unknown workload {name!r}: use synthetic:{', synthetic:'.join(SYNTHETIC_NAMES)}")
     if num_requests < 1 or seed < 0:
         raise WorkloadError(
             f"a synthetic workload needs at least 1 request and a seed of at least 0, got {num_requests} "
@@ -121,8 +119,7 @@ def _conversations(seed: int, system_tokens: Sequence[int]) -> Iterator[Workload
     popularity = 1 / np.arange(1, len(system_tokens) + 1)  # Zipf's law
     index = 0
     for conversation in itertools.count():
-        seeds = np.random.SeedSequence(seed, spawn_key=(conversation,))
-        generator = np.random.Generator(np.random.PCG64(seeds))
+        generator = np.random.Generator(np.random.PCG64(np.random.SeedSequence(seed, spawn_key=(conversation,))))
         system = int(generator.choice(len(system_tokens), p=popularity / popularity.sum()))
         num_turns = min(generator.geometric(1 / _CHAT_MEAN_TURNS), _CHAT_MOST_TURNS)
         messages, answers, thoughts = generator.standard_normal((3, num_turns))

@@ -99,9 +99,7 @@ def test_forced_preemption_changes_nothing(oracle: Oracle, policy: str) -> None:
 @pytest.mark.parametrize(
     ("policy", "num_blocks", "num_prompts"), [("serial", 5, 1), ("mixed", 5, 2), ("mixed", 8, 3), ("auto", 8, 3)]
 )
-def test_a_window_needs_no_cache_for_whole_sequences(
-    oracle: Oracle, policy: str, num_blocks: int, num_prompts: int
-) -> None:
+def test_a_window_needs_no_cache_for_sequences(oracle: Oracle, policy: str, num_blocks: int, num_prompts: int) -> None:
     # A window of 21 tokens, two chunks of 16, and a block that is begun: five blocks instead of 13 to 25.
     prompts = [prompt * repeats for prompt, repeats in zip(oracle.prompts[-1:-4:-1], (4, 4, 15), strict=True)]
     prompts = prompts[:num_prompts]

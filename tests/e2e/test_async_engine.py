@@ -330,9 +330,7 @@ async def test_a_failure_reaches_all_streams_and_later_ones(model: Model, monkey
     engine.shutdown()
 
 
-async def test_streams_end_even_if_the_device_cannot_be_shut_down(
-    model: Model, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_streams_end_even_if_the_device_cannot_shut_down(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     unhandled = []
     monkeypatch.setattr(threading, "excepthook", unhandled.append)
 

@@ -94,9 +94,7 @@ class FakeChildren:
         return SimpleNamespace(returncode=self._returncode, stderr=b"Segmentation fault")
 
 
-def test_cold_starts_have_empty_caches_and_warm_ones_those_of_the_last(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_cold_starts_have_empty_caches_and_warm_ones_the_last(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     children = FakeChildren(monkeypatch, TOLD)
     kinds = (
@@ -117,16 +115,13 @@ def test_cold_starts_have_empty_caches_and_warm_ones_those_of_the_last(
     first = {kind: of_kind[0] for kind, of_kind in runs.items()}
     svgs = [draw_starts("svg", first, phase_names(runs), title="t") for _ in range(2)]
     assert svgs[0] == svgs[1]
-    png = draw_starts("png", first, phase_names(runs), title="t")
-    assert png.startswith(b"\x89PNG")
+    assert draw_starts("png", first, phase_names(runs), title="t").startswith(b"\x89PNG")
     figure = draw_starts.__wrapped__(first, phase_names(runs), title="t")  # type: ignore[attr-defined]
     assert len({axes.get_xlim() for axes in figure.axes}) == 1 < len(figure.axes), "starts can be compared"
     assert {axes.get_xscale() for axes in figure.axes} == {"linear"}, "a bar is as long as its time"
 
 
-def test_starts_from_a_capture_cache_come_last_and_have_nothing_else(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_starts_from_a_capture_cache_come_last_with_no_other(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     provenance = startup.collect_provenance("cpu")
     monkeypatch.setattr(startup, "collect_provenance", lambda _: provenance)
     children = FakeChildren(monkeypatch, TOLD)

@@ -102,7 +102,7 @@ def test_an_interrupted_sweep_goes_on(folder: Path, served: Served) -> None:
     served.interrupt_at = 5
     result = sweep(folder)
     assert result.exit_code == 130
-    assert "has all runs so far (5); the same command resumes from there" in result.stderr
+    assert "has all runs so far (5); the same command resumes it" in result.stderr
     assert (Sweep.read(path).num_runs, Sweep.read(path).finished) == (5, False)
     assert "tolerance is 0.05 there and 0.5 here" in refused(sweep(folder, "--tolerance", "0.5"))
     served.interrupt_at = None

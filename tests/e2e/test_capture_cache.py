@@ -64,8 +64,7 @@ def test_built_exported_wiped_imported_and_started(
 
     archive, travelled = tmp_path / "captures.tgz", CaptureStore(tmp_path / "fleet")
     json_of("capture", "export", printed["entry_id"], str(archive), "--cache-dir", str(origin.root))
-    imported = json_of("capture", "import", str(archive), "--cache-dir", str(travelled.root))
-    assert imported["differences"] == []
+    assert json_of("capture", "import", str(archive), "--cache-dir", str(travelled.root))["differences"] == []
     archive.unlink()
 
     libraries = tmp_path / "libraries"
@@ -120,9 +119,7 @@ def test_a_damaged_cache_is_not_used_until_it_is_built_again(
         assert only_entry(store).problems() == ()
 
 
-def test_a_cache_of_another_version_or_plan(
-    store: CaptureStore, quickly: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_version_or_plan(store: CaptureStore, quickly: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     del quickly
     store.root.chmod(0o777)
     with warned(store, "every user can write") as engine:
@@ -160,9 +157,7 @@ def wrong_package(entry: Entry) -> bytes:
     return package.getvalue()
 
 
-def test_a_wrong_part_is_found_by_the_self_check(
-    store: CaptureStore, quickly: list[str], expected: list[list[int]]
-) -> None:
+def test_the_self_check_finds_a_wrong_part(store: CaptureStore, quickly: list[str], expected: list[list[int]]) -> None:
     plant(store, wrong_package(only_entry(store)))
     with warnings.catch_warnings():
         warnings.simplefilter("error", CaptureCacheWarning)

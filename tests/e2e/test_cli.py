@@ -117,8 +117,7 @@ def test_every_decision_can_be_written(command: str, trace: Path, tmp_path: Path
     }[command]
     arguments = (*arguments, *TINY, "--json", "--trace-decisions", str(path))
     assert run(*arguments).exit_code == 0
-    summary = json.loads(run("explain", str(path), "--json").stdout)
-    assert summary["requests"]["completed"] == 3
+    assert json.loads(run("explain", str(path), "--json").stdout)["requests"]["completed"] == 3
 
     path.write_text("precious")
     assert "exists" in refused(run(*arguments))

@@ -37,8 +37,7 @@ def test_ids_are_streamed_where_there_is_no_tokenizer() -> None:
     result = generate("--prompt-ids", "1,2,3", "--max-tokens", "5", "--temperature", "0")
     assert result.exit_code == 0, result.output
     with Engine("tiny", device="cpu", max_model_len=512) as engine:
-        params = SamplingParams(temperature=0, max_tokens=5)
-        (output,) = engine.generate([1, 2, 3], params, use_tqdm=False)
+        (output,) = engine.generate([1, 2, 3], SamplingParams(temperature=0, max_tokens=5), use_tqdm=False)
     assert tuple(map(int, result.stdout.split())) == output.outputs[0].token_ids
     assert "Memory ledger" in result.stderr
     assert result.stderr.endswith("tiny: the weights are random, so its text means nothing\n")

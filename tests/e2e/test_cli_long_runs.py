@@ -76,9 +76,7 @@ def test_a_result_whose_folder_is_removed_is_printed(tmp_path: Path, monkeypatch
     assert "result.json cannot be written (No such file or directory); what it would hold is on" in result.stderr
 
 
-def test_runs_of_a_sweep_are_printed_when_the_disk_is_full(
-    trace: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_sweep_is_printed_when_the_disk_is_full(trace: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write = Path.write_bytes
 
     def full(path: Path, data: bytes) -> int:

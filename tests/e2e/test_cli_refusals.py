@@ -65,7 +65,7 @@ TARGETS = "--goodput ttft:500 tpot:15"
         ("online", "--output-json trace.csv", "add --overwrite"),
         ("startup", "--plot start.pdf", "must end in .svg or .png"),
         ("startup", "--output-json missing/x.json", "does not exist"),
-        ("startup", "--max-model-len 99999", "more than the model's own limit"),
+        ("startup", "--max-model-len 99999", "exceeds the model's own limit"),
         ("sweep", "--workload nonesuch", "'nonesuch' is no workload"),
         ("sweep", "--workload azure:conv=50", "requests of azure:conv are longer than --max-model-len 512"),
         ("sweep", "--first-rate 0", "--first-rate must be above 0"),

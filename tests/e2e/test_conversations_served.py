@@ -33,8 +33,7 @@ WORKLOAD = Workload(
 
 
 def requests() -> list[TimedRequest]:
-    vocab_size = PRESETS["tiny"].vocab_size
-    return timed_requests(WORKLOAD, [0.0] * 5, vocab_size=vocab_size, slo=NO_TARGETS, seed=2)
+    return timed_requests(WORKLOAD, [0.0] * 5, vocab_size=PRESETS["tiny"].vocab_size, slo=NO_TARGETS, seed=2)
 
 
 def expected_prompts() -> list[list[int]]:

@@ -173,9 +173,8 @@ def test_a_stream_has_the_tokens_that_the_engine_generates(deployment: Deploymen
     whole = client.completions.create(model="tiny", prompt=prompt, max_tokens=20, **GREEDY)
     assert whole.choices[0].text == expected.text
     assert whole.choices[0].finish_reason == "length"
-    options = {"include_usage": True}
     stream = client.completions.create(
-        model="tiny", prompt=prompt, max_tokens=20, stream=True, stream_options=options, **GREEDY
+        model="tiny", prompt=prompt, max_tokens=20, stream=True, stream_options={"include_usage": True}, **GREEDY
     )
     *events, last = stream
     assert "".join(event.choices[0].text for event in events) == expected.text
@@ -351,8 +350,7 @@ async def chunks_of(
 async def test_errors_are_told_as_dynamo_takes_them(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = made()
     await engine.cleanup()
-    registration = await engine.start(1)
-    assert registration.llm.kv_cache_block_size == KV_BLOCK_TOKENS
+    assert (await engine.start(1)).llm.kv_cache_block_size == KV_BLOCK_TOKENS
     assert [chunk["token_ids"] for chunk in await chunks_of(engine, 2)][-1]
     with pytest.raises(InvalidArgument, match="top_p must be"):
         await chunks_of(engine, 2, sampling_options={"top_p": 3})

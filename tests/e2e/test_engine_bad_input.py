@@ -51,7 +51,7 @@ def test_a_gpu_where_there_is_none() -> None:
     ("settings", "error", "message"),
     [
         ({"load_format": "safetensors"}, ConfigError, r"'tiny' is a preset of shapes.*load_format=dummy"),
-        ({"max_model_len": 16385}, ConfigError, "max_model_len=16385 is more than .* limit of 16384"),
+        ({"max_model_len": 16385}, ConfigError, "max_model_len=16385 exceeds .* limit of 16384"),
         ({"policy": "mixed:0"}, ConfigError, r"unknown policy 'mixed:0'.*mixed:CHUNK \(in tokens"),
         ({"policy": "split"}, ConfigError, "SM partitions need a GPU.*the policy split"),
         ({"perf_table": "/nowhere/table.json"}, PerfTableError, "tables are measured on GPUs"),
@@ -225,8 +225,7 @@ def test_a_request_id_in_use_is_refused(engine: Engine) -> None:
     engine.step()
     with pytest.raises(RequestError, match="'a' is in use"):
         engine.add_request("a", [1], GREEDY)
-    outputs = run_to_end(engine)
-    assert outputs["a"][-1].prompt_token_ids == tuple(PROMPT)
+    assert run_to_end(engine)["a"][-1].prompt_token_ids == tuple(PROMPT)
     # Once it has ended, its id is free.
     engine.add_request("a", [1], GREEDY)
     assert run_to_end(engine)["a"][-1].prompt_token_ids == (1,)

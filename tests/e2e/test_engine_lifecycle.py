@@ -191,8 +191,7 @@ def test_an_interrupt_loses_the_requests_and_nothing_else(
         del executor
         assert run_to_end(engine) == {}
         assert engine.stats().kv_blocks_used == 0
-        outputs = engine.generate(PROMPTS, GREEDY, use_tqdm=False)
-        assert [tokens_of(output)[0] for output in outputs] == expected
+        assert [tokens_of(output)[0] for output in engine.generate(PROMPTS, GREEDY, use_tqdm=False)] == expected
         assert engine.stats().kv_blocks_used == 0
 
 

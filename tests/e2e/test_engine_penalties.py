@@ -108,8 +108,7 @@ def test_bad_words_do_not_appear_but_their_beginnings_do(model: Model) -> None:
         assert first in without
         # Up to the word, nothing changes; from there the second best token follows.
         common = next(i for i, (a, b) in enumerate(zip(ids, without, strict=True)) if a != b)
-        scores = model.logits([5, 17, *without[:common]])[-1]
-        assert scores.topk(2).indices.tolist() == [ids[common], without[common]]
+        assert model.logits([5, 17, *without[:common]])[-1].topk(2).indices.tolist() == [ids[common], without[common]]
 
 
 @pytest.mark.parametrize(

@@ -33,9 +33,7 @@ from bullet_graph import ConfigError, Engine, RequestError, RequestOutput, Slo
     ids=str,
 )
 @pytest.mark.usefixtures("depth")
-def test_prompts_that_come_while_others_decode(
-    model: Model, expected: list[tuple[int, ...]], policy: str, slo: Slo
-) -> None:
+def test_prompts_that_come_during_decode(model: Model, expected: list[tuple[int, ...]], policy: str, slo: Slo) -> None:
     with make(model, policy, slo=slo) as engine:
         started_s = engine.now()
         outputs: dict[str, RequestOutput] = {}
@@ -155,9 +153,7 @@ def test_the_order_of_prompts_changes_with_the_policy(model: Model, expected: li
 
 
 @short_slices
-def test_a_policy_cannot_change_under_requests(
-    model: Model, launches: Launches, expected: list[tuple[int, ...]]
-) -> None:
+def test_no_policy_changes_under_requests(model: Model, launches: Launches, expected: list[tuple[int, ...]]) -> None:
     with make(model) as engine:
         engine.add_request("a", PROMPTS[3], GREEDY)
         step_into_a_prefill(engine, launches)

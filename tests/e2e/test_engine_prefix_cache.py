@@ -112,8 +112,7 @@ def test_preempted_sequences_have_the_same_tokens(model: Model, num_blocks: int)
         stats = engine.stats()
     assert stats.num_preemptions > 0
     assert stats.prefix_cache_hits > 0
-    expected = [model.greedy(prompt, 40) for prompt in prompts[:3]]
-    assert [tokens_of(output)[0] for output in outputs] == expected * 2
+    assert [tokens_of(output)[0] for output in outputs] == [model.greedy(prompt, 40) for prompt in prompts[:3]] * 2
 
 
 @pytest.mark.parametrize("slides", ["some layers", "all layers"])
@@ -182,10 +181,9 @@ def test_a_listener_is_told_that_another_policy_empties_the_cache() -> None:
 
 
 def test_the_simulator_finds_what_the_engine_finds() -> None:
-    lengths = [(70, 70), (70, 64), (100, 48), (70, 70), (100, 16), (40, 33)]
     requests = [
         WorkloadRequest(prompt, 3, 0.0, (*SHARED[:shared], *(i + n for n in range(prompt - shared))))
-        for i, (prompt, shared) in enumerate(lengths)
+        for i, (prompt, shared) in enumerate([(70, 70), (70, 64), (100, 48), (70, 70), (100, 16), (40, 33)])
     ] + [WorkloadRequest(60, 3, 0.0)] * 2
     workload = Workload("shared", tuple(requests))
     # Each comes when the one before has ended.

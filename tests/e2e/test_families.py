@@ -77,8 +77,7 @@ def test_a_router_skew_makes_some_experts_popular(monkeypatch: pytest.MonkeyPatc
 
         monkeypatch.setattr(ops, "route", recorded)
         with make_engine("tiny-moe", policy="serial", router_skew=skew) as engine:
-            prompts = np.random.default_rng(2).integers(0, 512, size=(8, 60)).tolist()
-            engine.generate(prompts, GREEDY, use_tqdm=False)
+            engine.generate(np.random.default_rng(2).integers(0, 512, size=(8, 60)).tolist(), GREEDY, use_tqdm=False)
         # The share of rows that take a layer's most popular expert, of the first layer.
         first = torch.cat(chosen[::4])
         most[skew] = float(torch.bincount(first.flatten()).max()) / len(first)

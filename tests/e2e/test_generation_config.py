@@ -41,8 +41,7 @@ def write(folder: Path, **values: object) -> None:
 def greedy(folder: Path) -> tuple[int, ...]:
     """What a request gets with the model's own ``top_k`` of 1."""
     with make_engine(folder) as engine:
-        params = SamplingParams(temperature=0, repetition_penalty=1.3, max_tokens=7)
-        return generated(engine, params)
+        return generated(engine, SamplingParams(temperature=0, repetition_penalty=1.3, max_tokens=7))
 
 
 def generated(engine: Engine, params: SamplingParams | None = None) -> tuple[int, ...]:

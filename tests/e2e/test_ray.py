@@ -171,9 +171,7 @@ def test_a_worker_dies_and_each_row_is_there_once_and_a_restart_skips_what_is_wr
     assert "differs in input" in refused(run(*command[:2], write(tmp_path / "other.jsonl", rows[:9]), *command[3:]))
 
 
-def test_an_engine_that_cannot_start_ends_the_batch_with_its_message(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_engine_that_cannot_start_ends_the_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("bullet_graph.ray.job._pass", in_this_process)
     source = write(tmp_path / "in.jsonl", [{"prompt": "a"}])
     model = ("--model", str(tmp_path / "nonesuch"), "--device", "cpu")
@@ -265,8 +263,7 @@ def test_the_app_behind_ray_serve_is_the_servers(url: str) -> None:
         assert client.get("/v1/models").json()["data"][0]["id"] == "tiny"
         wrong = client.post("/v1/completions", json={"prompt": "a", "max_tokens": -1})
         assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "max_tokens")
-        large = client.post("/v1/completions", content=b" " * (1 << 20) + b"{}")
-        assert large.status_code == 413
+        assert client.post("/v1/completions", content=b" " * (1 << 20) + b"{}").status_code == 413
         with client.stream("POST", "/v1/completions", json={"prompt": "a", "max_tokens": 8, "stream": True}) as stream:
             lines = [line for line in stream.iter_lines() if line]
     assert lines[-1] == "data: [DONE]"

@@ -107,8 +107,7 @@ def shown(value: object) -> str:
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 def test_a_bad_completion(served: Served, body: dict[str, Any], message: str, stream: bool) -> None:
     content = json.dumps({"prompt": [1], "stream": stream} | body)
-    response = served.http.post(COMPLETIONS, content=content, headers={"Content-Type": "application/json"})
-    check(response, body, message)
+    check(served.http.post(COMPLETIONS, content=content, headers={"Content-Type": "application/json"}), body, message)
 
 
 @pytest.mark.parametrize(
@@ -132,7 +131,7 @@ def test_a_bad_completion(served: Served, body: dict[str, Any], message: str, st
         ({"tools": [{}]}, "`tools.0.type` is required"),
         ({"tools": [TOOL] * 2}, "`tools` must have different names"),
         ({"tools": [TOOL] * 129}, "`tools`: list should have at most 128 items"),
-        ({"messages": [CALLED]}, "the text of a JSON object, found '[1]'"),
+        ({"messages": [CALLED]}, "a JSON object's text, found '[1]'"),
         ({"stream_options": 5}, "`stream_options`: input should be a valid dictionary, found 5"),
         ({"structured_outputs": {"json": 5}}, "`structured_outputs.json`: input should be a valid string, found 5"),
         ({"chat_template_kwargs": {"messages": []}}, "`chat_template_kwargs` must name variables"),

@@ -98,9 +98,7 @@ def test_each_request_has_a_line(served: Served, log: Log) -> None:
     assert log.take(0) == []
 
 
-def test_a_request_whose_client_left_is_logged_as_such(
-    served: Served, log: Log, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_request_whose_client_left_is_logged(served: Served, log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
     gate = Gate(1)
     before_launch(monkeypatch, lambda *_: gate.wait())
     connection = served.connect(as_http({"prompt": [1] * 7, "max_tokens": 50, "ignore_eos": True}))
@@ -180,8 +178,7 @@ def test_texts_and_conversations_as_tokens(model: Model) -> None:
         assert ids[0] == BOS_TOKEN_ID
         tokenizer = served.engine.engine.tokenizer
         assert tokenizer is not None
-        strs = tokenizer.tokens(ids)
-        assert told == {"count": len(ids), "max_model_len": 64, "tokens": ids, "token_strs": strs}
+        assert told == {"count": len(ids), "max_model_len": 64, "tokens": ids, "token_strs": tokenizer.tokens(ids)}
         assert served.ask("/tokenize", prompt="The sea", add_special_tokens=False)["tokens"] == ids[1:]
         told = served.ask("/tokenize", messages=messages)
         chat = served.ask(CHATS, messages=messages, max_tokens=1, return_token_ids=True)

@@ -152,10 +152,9 @@ def test_engines_behind_one_port_share_prompts_and_outlive_one_of_them(killed: t
     assert cached == [0] * 4 + [144] * 4
     with ThreadPoolExecutor(8) as pool:  # at once, both are used
         assert {answer.status_code for answer in pool.map(complete, [[n, 9] for n in range(40)])} == {200}
-    metrics = client.get("/metrics").text
     done = [
         float(line.rpartition(" ")[2])
-        for line in metrics.splitlines()
+        for line in client.get("/metrics").text.splitlines()
         if line.startswith("bullet_graph:request_success_total{") and 'finished_reason="length"' in line
     ]
     assert len(done) == 2

@@ -223,7 +223,7 @@ def test_what_cannot_be_divided_names_the_numbers() -> None:
     with pytest.raises(ConfigError, match="the ranks share, but the model has 15 experts: take"):
         shard(replace(PRESETS["tiny-moe"], num_experts=15), 2, 0, expert_parallel=True)
     with pytest.raises(
-        ConfigError, match="expert_parallel divides experts among ranks, but LlamaForCausalLM has none: leave it out"
+        ConfigError, match="expert_parallel divides experts, but LlamaForCausalLM has none: leave it out"
     ):
         shard(tiny, 2, 0, expert_parallel=True)
     with pytest.raises(ConfigError, match="among ranks, but there is one: pass tensor_parallel_size"):

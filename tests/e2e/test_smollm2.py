@@ -68,9 +68,7 @@ def test_tokens_in_several_languages_equal(model: Model, engine: Engine) -> None
     assert outputs[0].outputs[0].text.startswith(" Paris")
 
 
-def test_tokens_after_a_long_prompt_and_its_perplexity_equal(
-    model: Model, engine: Engine, long_prompt: list[int]
-) -> None:
+def test_tokens_after_a_long_prompt_and_perplexity_equal(model: Model, engine: Engine, long_prompt: list[int]) -> None:
     (output,) = engine.generate(long_prompt, GREEDY, use_tqdm=False)
     tokens = output.outputs[0].token_ids
     rows = [*range(SCORED), *range(LONG - 1, LONG + len(tokens) - 1)]

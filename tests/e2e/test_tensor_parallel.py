@@ -129,8 +129,7 @@ def test_asynchronously(engine: Engine, alone: Engine) -> None:
         in_thread = AsyncEngine(engine)
         outputs = [output async for output in in_thread.generate(PROMPTS[0], GREEDY)]
         assert tokens_of(outputs[-1]) == tokens_of(alone.generate(PROMPTS[0], GREEDY, use_tqdm=False)[0])
-        follower = followers()[-1]
-        follower.kill()
+        followers()[-1].kill()
         with pytest.raises(EngineDeadError, match="rank 1 "):
             async for _ in in_thread.generate(PROMPTS[0], GREEDY):
                 pass

@@ -293,8 +293,7 @@ class FakeDriver:
 
     def cuGreenCtxStreamCreate(self, context: int, flags: IntEnum, priority: int) -> tuple[int]:
         assert flags == CUstream_flags.CU_STREAM_NON_BLOCKING
-        sms = frozenset(self.live[context].sms + self.green_extra)
-        return (self._create(Stream(sms, priority)),)
+        return (self._create(Stream(frozenset(self.live[context].sms + self.green_extra), priority)),)
 
 
 class MaskBackend:

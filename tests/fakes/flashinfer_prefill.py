@@ -104,8 +104,7 @@ class FakeModule:
         page_tokens = k_cache.shape[1]
         if self._backend == "fa2":
             starts, pages = qo_indptr.tolist(), kv_indptr.tolist()
-            held = kv_indptr.diff() * page_tokens - page_tokens + last_page_len
-            assert held.tolist() == plan.kv_lens
+            assert (kv_indptr.diff() * page_tokens - page_tokens + last_page_len).tolist() == plan.kv_lens
         else:
             starts, pages = plan.q_indptr, plan.kv_indptr
         self.runs.append((self._backend, "paged", len(plan.kv_lens)))

@@ -56,8 +56,7 @@ def adjusted(scores: np.ndarray, by: Adjustments, output: list[int], allowed: se
 def state_of(by: Adjustments, allowed: set[int] | None, **changes: object) -> SamplingState:
     """One slot of two."""
     state = SamplingState(2, VOCAB, DEVICE)
-    row = settings_row(adjustments=by, uses_bitmask=allowed is not None, **changes)
-    state.settings[1] = row.to(DEVICE)
+    state.settings[1] = settings_row(adjustments=by, uses_bitmask=allowed is not None, **changes).to(DEVICE)
     state.write_adjustments(1, adjustments_row(by, VOCAB))
     bits = np.zeros(64, dtype=np.uint8)
     bits[list(allowed or ())] = 1

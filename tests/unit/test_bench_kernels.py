@@ -105,8 +105,7 @@ def test_operations_by_hand() -> None:
     st.sampled_from([512, 1024, 2048]),
 )
 def test_average_forward(pairs: list[tuple[int, int]], rows: int) -> None:
-    requests = [WorkloadRequest(prompt, output, None) for prompt, output in pairs]
-    forward = sustained.average_forward(requests, rows)
+    forward = sustained.average_forward([WorkloadRequest(prompt, output, None) for prompt, output in pairs], rows)
     tokens = sum(prompt + output - 1 for prompt, output in pairs)
     assert forward.rows * forward.repeats == pytest.approx(tokens)
     assert 0 <= forward.decode_rows < rows
@@ -263,6 +262,5 @@ def test_heat_comes_before_figures(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(harness, "prepare_profile", lambda config: config)
     monkeypatch.setattr(harness, "open_workbench", opened)
-    points = [ProfilePoint("decode", batch_size=64), ProfilePoint("prefill", tokens=2048)]
-    with harness.open_bench("tiny", points):
+    with harness.open_bench("tiny", [ProfilePoint("decode", batch_size=64), ProfilePoint("prefill", tokens=2048)]):
         assert calls == ["capture", "heat"]

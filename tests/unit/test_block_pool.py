@@ -76,9 +76,7 @@ def test_each_block_has_at_most_one_owner(num_blocks: int, operations: list[tupl
     windows=st.lists(st.integers(1, MAX_BLOCKS * BLOCK_TOKENS), min_size=NUM_SLOTS, max_size=NUM_SLOTS),
     shuffler=st.randoms(),
 )
-def test_flatten_lists_the_blocks_that_cover_the_tokens(
-    lengths: list[int], windows: list[int], shuffler: Random
-) -> None:
+def test_flatten_lists_the_blocks_that_cover_tokens(lengths: list[int], windows: list[int], shuffler: Random) -> None:
     pool = make_pool(1 + NUM_SLOTS * MAX_BLOCKS)
     slots = list(range(NUM_SLOTS))
     shuffler.shuffle(slots)

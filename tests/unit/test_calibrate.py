@@ -121,8 +121,7 @@ def test_no_offset_is_proven(verdicts: Mapping[int, Verdict | list[Verdict]], me
 
 @pytest.mark.parametrize("verdict", [Verdict.CUDA_ERROR, Verdict.NOT_TRIED])
 def test_what_may_be_another_childs_fault_is_tried_again(verdict: Verdict) -> None:
-    children = FakeChildren({OFFSET: [verdict] + [Verdict.HONOURED] * 3})
-    assert calibrated_with(children).offset == OFFSET
+    assert calibrated_with(FakeChildren({OFFSET: [verdict] + [Verdict.HONOURED] * 3})).offset == OFFSET
 
 
 @pytest.mark.parametrize("verdict", NOT_HONOURED)
@@ -271,8 +270,7 @@ def test_verdicts(
     monkeypatch.setattr(calibrate_module, "SmidProbe", lambda: probe)
     monkeypatch.setattr(probe, "run", Mock(wraps=probe.run, side_effect=runs))
     assert judge(offset, SEARCH_SEEDS) == Outcome(verdict, detail)
-    stream = list(probe.driver.api.streams)[-1]
-    assert not any(object_bytes(stream))
+    assert not any(object_bytes(list(probe.driver.api.streams)[-1]))
 
 
 def test_the_child_prints_its_verdict_and_leaves(

@@ -111,9 +111,7 @@ def test_it_comes_back_as_it_was(entry: Entry, file: Path, target: CaptureStore)
     assert target.find(FINGERPRINT, PLAN).hit is not None
 
 
-def test_the_same_entry_gives_the_same_bytes_which_other_tools_can_list(
-    source: CaptureStore, entry: Entry, file: Path
-) -> None:
+def test_an_entry_gives_the_same_bytes_which_other_tools_list(source: CaptureStore, entry: Entry, file: Path) -> None:
     assert export(source, entry, file.with_name("again.tgz")).read_bytes() == file.read_bytes()
     with tarfile.open(file) as tar:
         members = tar.getmembers()
@@ -217,8 +215,7 @@ def test_a_member_too_many_or_too_few_is_refused(entry: Entry, file: Path, tmp_p
 
 def test_memory_stays_bounded(entry: Entry, tmp_path: Path) -> None:
     """64 MiB of zeros in a small file, as the content of a member that says so."""
-    stored = replace(entry.manifest.files[0], num_bytes=1 << 26)
-    text = replace(entry.manifest, files=(stored,)).to_bytes()
+    text = replace(entry.manifest, files=(replace(entry.manifest.files[0], num_bytes=1 << 26),)).to_bytes()
     head = member(MANIFEST_NAME, text) + member(FIRST, size=1 << 26)
     packed = gzip.compress(head + bytes(1 << 26) + END, 1)
     tracemalloc.start()

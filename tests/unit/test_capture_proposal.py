@@ -90,8 +90,7 @@ def test_steps_are_told_apart() -> None:
 def test_padding_costs_what_the_padded_rows_cost_and_one_row_has_kernels_of_its_own() -> None:
     (demand,) = seen(usage_of(decode(40), decode(40)), None)
     assert demand.padded_ms(40) == 0
-    expected = 2 * (MODEL.decode(64, 40_000).ms - MODEL.decode(40, 40_000).ms)
-    assert demand.padded_ms(64) == pytest.approx(expected)
+    assert demand.padded_ms(64) == pytest.approx(2 * (MODEL.decode(64, 40_000).ms - MODEL.decode(40, 40_000).ms))
     assert demand.padded_ms(64) > 0
     assert demand.unserved_ms == math.inf, "no batch may be left out on the whole GPU"
     (one,) = seen(usage_of(decode(1)), None)

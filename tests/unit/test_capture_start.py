@@ -151,9 +151,7 @@ def test_an_offset_is_remembered_where_none_is_known(tmp_path: Path, monkeypatch
     assert remembered(driver, mine) == own, "one's own counts"
 
 
-def test_an_offset_that_does_not_hold_is_a_problem_of_the_start(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_offset_that_does_not_hold_is_a_problem_of_a_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     driver = DriverId(99000, "999.1", "x86_64")
     monkeypatch.setattr(capture_cache, "identify_driver", lambda: driver)
     monkeypatch.setattr(capture_cache, "fingerprint_of", lambda _: FINGERPRINT)

@@ -69,8 +69,7 @@ def test_json_of_a_part(run_file: Path) -> None:
 
 def test_chrome_trace_file(tmp_path: Path, run_file: Path) -> None:
     target = tmp_path / "chrome.json"
-    result = invoke(run_file, "--chrome-trace", target)
-    assert result.stdout.endswith(f"wrote {target}\n")
+    assert invoke(run_file, "--chrome-trace", target).stdout.endswith(f"wrote {target}\n")
     whole = to_chrome_trace(read_trace(run_file), Window(0.0, 1e6))
     assert json.loads(target.read_text(encoding="utf-8")) == whole
     assert "the file exists; add --overwrite" in refused(run_file, "--chrome-trace", target)

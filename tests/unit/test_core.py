@@ -256,9 +256,7 @@ def test_slow_launches_correct_the_predictions_of_their_own_kind(kind: ForwardKi
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_a_split_learns_nothing_from_a_step_that_ran_alone_for_a_while(
-    monkeypatch: pytest.MonkeyPatch, depth: int
-) -> None:
+def test_a_split_learns_nothing_from_a_step_that_ran_alone_a_while(monkeypatch: pytest.MonkeyPatch, depth: int) -> None:
     ratios: dict[tuple[PolicyName, ForwardKind], list[float]] = defaultdict(list)
 
     def observe(_: Corrections, policy: PolicyName, kind: ForwardKind, predicted_ms: float, measured_ms: float) -> None:
@@ -327,7 +325,7 @@ def test_a_planner_that_launches_nothing_is_an_error_not_an_endless_loop() -> No
     loop = CoreLoop(_Scripted(*[Plan("solo", decode=False)] * 2))
     assert loop.core.step() == []
     loop.add(10, 2)
-    with pytest.raises(RuntimeError, match="1 requests are under way, but the planner found nothing"):
+    with pytest.raises(RuntimeError, match="1 requests are under way, but the planner launches nothing"):
         loop.step()
 
 
@@ -351,8 +349,7 @@ def test_an_abort_between_slices_with_nothing_in_flight() -> None:
 @pytest.mark.parametrize("depth", [1, 2])
 def test_no_pause_where_decode_waits_for_the_blocks_of_the_chunk_under_way(tpot_ms: float, depth: int) -> None:
     """No prompt of the chunk can be preempted between its slices, so it must go on whatever the target says."""
-    executor = CheckedExecutor(max_in_flight=depth)
-    loop = CoreLoop("auto", num_kv_blocks=1 + 64, executor=executor)
+    loop = CoreLoop("auto", num_kv_blocks=1 + 64, executor=CheckedExecutor(max_in_flight=depth))
     loop.add(30, 600, slo=Slo(tpot_ms=tpot_ms))
     while len(loop.sequences["request-0"].output_token_ids) < 5:
         loop.step()

@@ -151,8 +151,7 @@ def output(sample: CompletionOutput, **fields: Any) -> RequestOutput:
 
 
 def test_chunks() -> None:
-    first = output(CompletionOutput(0, "ab", (7, 8), None, None))
-    assert write_chunk(first, 2) == {"token_ids": [7, 8], "index": 0}
+    assert write_chunk(output(CompletionOutput(0, "ab", (7, 8), None, None)), 2) == {"token_ids": [7, 8], "index": 0}
     last = output(CompletionOutput(0, "c", (9,), None, "length"), num_cached_tokens=2)
     usage = {"prompt_tokens": 3, "completion_tokens": 3, "total_tokens": 6}
     usage["prompt_tokens_details"] = {"cached_tokens": 2}  # type: ignore[assignment]

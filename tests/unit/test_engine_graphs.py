@@ -276,9 +276,7 @@ def test_kernels_of_pieces_are_loaded_before_the_first_layer_is_captured(log: li
     assert gc.isenabled()
 
 
-def test_a_short_forward_runs_in_pieces_once_its_own_size_is_captured(
-    monkeypatch: pytest.MonkeyPatch, log: list[str]
-) -> None:
+def test_a_short_forward_runs_in_pieces_once_its_size_is_there(monkeypatch: pytest.MonkeyPatch, log: list[str]) -> None:
     graphs, times_ms = piece_graphs(log), [2.0, 1.0]
 
     def buckets() -> list[int | None]:

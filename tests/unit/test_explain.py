@@ -31,9 +31,8 @@ def test_shares_of_time_and_decisions_by_bound(tmp_path: Path) -> None:
 
 
 def test_a_window_sums_up_what_is_in_it(tmp_path: Path) -> None:
-    trace = read_run(tmp_path)
     # The last 50 ms of the split, prefill alone, and the mixed forward.
-    summary = summarize_trace(trace, Window(100.3, 100.4))
+    summary = summarize_trace(read_run(tmp_path), Window(100.3, 100.4))
     assert {share.policy: round(share.wall_share, 6) for share in summary.policies} == {
         "split": 0.5,
         "mixed": 0.5,

@@ -14,13 +14,7 @@ from bullet_graph.models.presets import PRESETS
 from bullet_graph.models.rope import Rope
 from bullet_graph.models.sharding import shard
 from bullet_graph.runtime import fingerprint as runtime_fingerprint
-from bullet_graph.runtime.fingerprint import (
-    SOURCES,
-    machine_components,
-    model_components,
-    on_this_machine,
-    source_digest,
-)
+from bullet_graph.runtime.fingerprint import SOURCES, code_digest, machine_components, model_components, on_this_machine
 
 CPU = torch.device("cpu")
 
@@ -73,8 +67,7 @@ def test_the_model_is_its_shape_alone() -> None:
     assert components["dtype"] == "bfloat16"
     same = dataclasses.replace(tiny, eos_token_ids=(1,), dtype=torch.float16)
     assert model_components(same, "bfloat16") == components
-    other = dataclasses.replace(tiny, rope=Rope(5.0))
-    assert model_components(other, "bfloat16")["model"] != components["model"]
+    assert model_components(dataclasses.replace(tiny, rope=Rope(5.0)), "bfloat16")["model"] != components["model"]
     assert "rank" not in components
     for by_expert, rank in ((False, "1 of 2"), (True, "1 of 2, with whole experts")):
         of_rank = shard(PRESETS["tiny-moe"], 2, 1, expert_parallel=by_expert)
@@ -91,8 +84,8 @@ def test_sources_are_there_and_change_the_digest(tmp_path: Path, monkeypatch: py
     for name in ("models/layers.py", "models/families/llama.py", "models/tokenizer.py", "cli/main.py"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("1")
-    seen = {source_digest()}
+    seen = {code_digest()}
     for name, counts in (("families/llama", True), ("layers", True), ("tokenizer", False)):
         (tmp_path / "models" / f"{name}.py").write_text("2")
-        assert (source_digest() not in seen) == counts, name
-        seen.add(source_digest())
+        assert (code_digest() not in seen) == counts, name
+        seen.add(code_digest())

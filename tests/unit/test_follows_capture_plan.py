@@ -62,8 +62,7 @@ def test_the_plan_that_is_named_or_without_one_all_buckets_for_all_partitions(pl
     assert plan.decode_sms == (32, 48)
     assert {entry.batch_sizes for entry in plan.decode} == {(1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64)}
     assert plan.piecewise_rows[-1] == 576
-    auto = capture_plan_of(replace(CONFIG, policy=Policy("auto")), h200, MODEL)
-    assert auto.decode_sms == tuple(MODEL.decode_sms)
+    assert capture_plan_of(replace(CONFIG, policy=Policy("auto")), h200, MODEL).decode_sms == tuple(MODEL.decode_sms)
 
 
 @pytest.mark.parametrize(
@@ -92,9 +91,7 @@ def test_a_plan_for_another_engine_is_refused(plan_file: str, change: dict[str, 
 
 
 @pytest.mark.parametrize(("model", "rows"), [("llama-3.1-8b", 1024), ("qwen3-0.6b", 3840)])
-def test_the_ledger_holds_what_pieces_compute_in(
-    model: str, rows: int, h200: Runtime, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_ledger_holds_pieces_scratch(model: str, rows: int, h200: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (139 * GIB, 140 * GIB))
     monkeypatch.setattr(resolve, "_require_cuda_libraries", lambda: None)
     runtime = replace(h200, model=PRESETS[model])
@@ -103,10 +100,8 @@ def test_the_ledger_holds_what_pieces_compute_in(
     assert plan.piecewise_rows[-1] == rows
     scratch = piecewise_scratch_bytes(runtime.model, rows, dtype_bytes=2)
     assert scratch > rows * 2 * 9 * runtime.model.hidden_size
-    ledger = plan_ledger(config, runtime)
-    assert ledger.graphs_bytes == plan.graph_bytes(runtime.model.num_layers) + scratch
-    none = plan_ledger(replace(config, cuda_graphs=False), runtime)
-    assert none.graphs_bytes == 0
+    assert plan_ledger(config, runtime).graphs_bytes == plan.graph_bytes(runtime.model.num_layers) + scratch
+    assert plan_ledger(replace(config, cuda_graphs=False), runtime).graphs_bytes == 0
 
 
 # ---- what is captured ----
@@ -213,11 +208,9 @@ def test_a_step_stays_beside_the_slices_in_flight_only_where_a_graph_holds_it(mo
     beside = partition_of(48, num_sms=132)
     executor = CheckedExecutor(max_batch_sizes={beside: most})
     planner = _Alternating(Policy("auto"), max_chunk_tokens=8192, decode_sms=(48,), model=MODEL)
-    loop = CoreLoop(planner, executor=executor)
-    loop.run(arrivals=[(0.0, 100, 50, NO_TARGETS)] * 4 + [(0.2, 900, 5, NO_TARGETS)])
+    CoreLoop(planner, executor=executor).run(arrivals=[(0.0, 100, 50, NO_TARGETS)] * 4 + [(0.2, 900, 5, NO_TARGETS)])
     decode = [launch for launch in executor.launches if launch.step.decode is not None]
-    on_its_side = [launch for launch in decode if launch.placement.partition == beside]
-    assert bool(on_its_side) == (most == 8)
+    assert any(launch.placement.partition == beside for launch in decode) == (most == 8)
     if most == 2:
         assert any(launch.placement.takes_turns for launch in decode), "it waits for the slices instead"
 

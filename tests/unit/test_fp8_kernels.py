@@ -41,9 +41,7 @@ def quantized_linear(out_features: int, in_features: int, *, blocks: bool, bias:
     exponent=st.integers(-30, 30),
     seed=st.integers(0, 99),
 )
-def test_quantized_rows_are_within_half_a_step(
-    rows: int, width: int, group: int | None, exponent: int, seed: int
-) -> None:
+def test_quantized_rows_err_by_half_a_step(rows: int, width: int, group: int | None, exponent: int, seed: int) -> None:
     x = torch.randn(rows, width, generator=torch.Generator().manual_seed(seed)) * 2.0**exponent
     values, scales, dtype = quantize(x, group or width)
     num_groups = -(-width // (group or width))

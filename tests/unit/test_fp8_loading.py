@@ -109,8 +109,7 @@ def test_projections_that_stay_plain(tmp_path: Path, form: str) -> None:
         "layers.1.mlp.down_proj",
     ]
     change_config(tmp_path, quantization_config=quantization | {key: names})
-    config = load_model_config(tmp_path)
-    assert config.fp8 == Fp8Weights(form == BLOCKS, ("qkv", "down"), is_stored=True)
+    assert load_model_config(tmp_path).fp8 == Fp8Weights(form == BLOCKS, ("qkv", "down"), is_stored=True)
     for name, linear in projections(read_weights(tmp_path)).items():
         assert (linear.scale is None) == name.endswith(("qkv", "down"))
         torch.testing.assert_close(dequantized(linear), stored_as(name, expected), rtol=1e-6, atol=0)

@@ -67,8 +67,7 @@ def test_a_higher_rate_that_did_better_counts_with_its_neighbour() -> None:
     # 2 and 3 have 0.99 both.
     assert Goodput.of(runs, 0.99) == (3, 3)
     assert Goodput.of(runs, 0.90).rate == pytest.approx(3.45)
-    again = [*runs, RateRun(2, 0.92, True)]
-    assert Goodput.of(again, 0.99).rate == pytest.approx(1 + 0.01 / 0.025)
+    assert Goodput.of([*runs, RateRun(2, 0.92, True)], 0.99).rate == pytest.approx(1 + 0.01 / 0.025)
 
 
 def test_an_unstable_rate_serves_nothing() -> None:

@@ -75,8 +75,7 @@ def test_decode_fits_beside_slices_on_other_sms(running: SmPartition, wanted: Sm
     launches = in_flight(launch(1, "prefill", running))
     assert launches.fit_beside("decode", wanted) is fits
     assert launches.fit_beside("prefill", wanted), "its own lane is no obstacle"
-    mirrored = in_flight(launch(1, "decode", wanted))
-    assert mirrored.fit_beside("prefill", running) is fits
+    assert in_flight(launch(1, "decode", wanted)).fit_beside("prefill", running) is fits
 
 
 def test_every_launch_of_the_other_lane_counts() -> None:
@@ -87,8 +86,7 @@ def test_every_launch_of_the_other_lane_counts() -> None:
 
 
 def test_without_a_gpu_nothing_fits_beside_anything() -> None:
-    launches = in_flight(launch(1, "prefill", SPLIT_32), num_sms=None)
-    assert not launches.fit_beside("decode", SPLIT_32)
+    assert not in_flight(launch(1, "prefill", SPLIT_32), num_sms=None).fit_beside("decode", SPLIT_32)
     assert InFlight(None).fit_beside("decode", SPLIT_32)
 
 
@@ -224,8 +222,7 @@ def test_a_launch_that_the_driver_has_not_taken_comes_last(loop: CoreLoop, lane_
 
 
 def test_time_and_sms_of_the_lanes_are_counted(loop: CoreLoop) -> None:
-    now = loop.core.stats()
-    assert now.lane_sms == {"decode": 48, "prefill": MODEL.num_sms - 48}
+    assert loop.core.stats().lane_sms == {"decode": 48, "prefill": MODEL.num_sms - 48}
     loop.run()
     stats = loop.core.stats()
     assert stats.lane_sms == {"decode": 0, "prefill": 0}

@@ -50,8 +50,7 @@ def test_the_prediction_is_what_the_loop_takes(num_queued: int, slo: Slo) -> Non
         add(loop, str(i), 1000, slo)
     predicted_ms = loop.predicted_ttft_ms(2000, slo)
     add(loop, "99", 2000, slo)
-    ttft_ms = finish(loop, "99").metrics.ttft_ms
-    assert ttft_ms == pytest.approx(predicted_ms, rel=0.3)
+    assert finish(loop, "99").metrics.ttft_ms == pytest.approx(predicted_ms, rel=0.3)
 
 
 def test_a_request_that_would_come_too_late_is_refused_and_told_when_to_return() -> None:

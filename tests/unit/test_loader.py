@@ -105,8 +105,7 @@ def test_stacked_experts_equal_those_of_transformers(tmp_path: Path, family: Fam
         if "shared_expert_gate.weight" in mlp:
             shared = [mlp[f"shared_expert.{name}_proj.weight"] for name in ("gate", "up", "down")]
             expected += [torch.cat(shared[:2]), shared[2], mlp["shared_expert_gate.weight"]]
-        found = tensors_of(layer.mlp).values()
-        assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+        assert all(torch.equal(one, other) for one, other in zip(tensors_of(layer.mlp).values(), expected, strict=True))
 
 
 @pytest.mark.parametrize(

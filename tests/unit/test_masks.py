@@ -13,9 +13,9 @@ from bullet_graph.partition.masks import (
     GpcLayout,
     SmPartition,
     TpcMask,
-    asks_for_disjoint_lanes,
+    check_clusters,
+    fits_side_by_side,
     lane_masks,
-    require_clusters,
     sm_ranges,
 )
 
@@ -61,7 +61,7 @@ def test_lanes_are_disjoint_or_overlap_by_the_excess(data: st.DataObject, layout
     ]
     shared = lanes["decode"].sms & lanes["prefill"].sms
     assert len(shared) == 2 * max(0, sum(counts) - num_tpcs)
-    assert asks_for_disjoint_lanes(partition, num_tpcs=num_tpcs) == (not shared)
+    assert fits_side_by_side(partition, num_tpcs=num_tpcs) == (not shared)
     if sum(counts) == num_tpcs:
         assert lanes["prefill"].bits == lanes["decode"].disable_bits
 
@@ -89,11 +89,11 @@ def test_sm_ranges() -> None:
 )
 def test_a_mask_without_room_for_a_cluster(bits: int, sms: str) -> None:
     with pytest.raises(PartitionError, match=f"SMs {sms} hold no whole group of 8 SMs"):
-        require_clusters(TpcMask(bits, NUM_TPCS), H200_LAYOUT, "decode")
+        check_clusters(TpcMask(bits, NUM_TPCS), H200_LAYOUT, "decode")
 
 
 @given(st.integers(4, NUM_TPCS - 6))
 def test_lanes_that_follow_the_gpcs_have_room_for_clusters(decode_tpcs: int) -> None:
     partition = SmPartition(decode_tpcs, NUM_TPCS - decode_tpcs)
     for lane, mask in lane_masks(partition, num_tpcs=NUM_TPCS, layout=H200_LAYOUT).items():
-        require_clusters(mask, H200_LAYOUT, lane)
+        check_clusters(mask, H200_LAYOUT, lane)

@@ -170,9 +170,7 @@ def test_a_model_too_large_says_by_how_much_and_what_to_change() -> None:
         ({"gpu_memory_utilization": 0.5}, (16, 4), ("a budget of -4.00 GiB",)),
     ],
 )
-def test_a_cache_that_does_not_fit(
-    settings: dict[str, float], device_gib: tuple[int, int], words: tuple[str, ...]
-) -> None:
+def test_a_cache_too_large(settings: dict[str, float], device_gib: tuple[int, int], words: tuple[str, ...]) -> None:
     with pytest.raises(InsufficientMemoryError) as caught:
         plan(tiny(**settings), DeviceMemory(*(size * GIB for size in device_gib)))
     assert all(word in str(caught.value) for word in words), str(caught.value)

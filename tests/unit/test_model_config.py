@@ -126,9 +126,7 @@ UNSCALED = {"rope": Rope(500000.0)}
         (QWEN3, {"hidden_size": 1000}, {"head_dim": 128, "q_size": 2048, "kv_size": 1024}),
     ],
 )
-def test_what_keys_mean(
-    tmp_path: Path, base: dict[str, Any], changes: dict[str, Any], expected: dict[str, Any]
-) -> None:
+def test_what_keys_say(tmp_path: Path, base: dict[str, Any], changes: dict[str, Any], expected: dict[str, Any]) -> None:
     config = load_model_config(write(tmp_path, changed(base, **changes)))
     assert {name: getattr(config, name) for name in expected} == expected
 

@@ -249,9 +249,7 @@ def no_offset(probe: SmidProbe) -> PartitionBackend:
         ("none", (WHOLE_GPU,), "none: 1 partitions verified"),
     ],
 )
-def test_the_first_that_verifies_is_taken(
-    gpu: FakeDriver, name: str, partitions: tuple[SmPartition, ...], why: str
-) -> None:
+def test_the_first_verified_is_taken(gpu: FakeDriver, name: str, partitions: tuple[SmPartition, ...], why: str) -> None:
     assert list(OPENERS) == ["smctrl", "green", "none"]
     masks = Mock(side_effect=MaskBackend)
     backend, found = opened(gpu, name, *partitions, smctrl=masks)

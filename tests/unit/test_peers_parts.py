@@ -365,9 +365,7 @@ def test_every_setting_is_searched(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert cells["512"] == (pytest.approx(10.368), [16.0, 12.8, 10.24, 11.52])
 
 
-def test_a_setting_of_a_peer_is_given_up_when_another_is_better(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_peers_setting_is_given_up_when_another_is_better(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """512 fails where 1,024 serves enough; 2,048 fails a step later; this engine's search goes on."""
     cells = compare(tmp_path / "peers.json", monkeypatch, best_peer_only=True)
     assert cells["512"] == (None, [16.0])

@@ -120,8 +120,7 @@ def test_without_mixed_points_the_parts_are_added_up_and_flagged() -> None:
     ],
 )
 def test_what_lies_outside_the_measured_range_is_flagged(predict: Callable[[PerformanceModel], object]) -> None:
-    predicted = predict(MODEL)
-    assert not predicted.measured  # type: ignore[attr-defined]
+    assert not predict(MODEL).measured  # type: ignore[attr-defined]
 
 
 def test_beyond_the_measured_range_the_rate_goes_on() -> None:
@@ -213,8 +212,7 @@ def test_other_tables_are_refused(table: PerfTable, shape: ModelConfig, message:
 
 
 def test_an_unknown_gpu_takes_the_generic_roofline_scaled_to_its_points() -> None:
-    table = replace(H200, key=replace(H200_KEY, gpu="Some GPU"))
-    model = TableModel(table, LLAMA_8B)
+    model = TableModel(replace(H200, key=replace(H200_KEY, gpu="Some GPU")), LLAMA_8B)
     assert model.decode(64, 64_000).ms == MODEL.decode(64, 64_000).ms
     assert model.prefill(16384, 16384 * 1000.0).ms == pytest.approx(MODEL.prefill(16384, 16384 * 1000.0).ms, rel=0.1)
 

@@ -41,9 +41,7 @@ class TestWithoutChoice:
             (math.inf, None, "none"),
         ],
     )
-    def test_decode_alone_takes_the_time_that_targets_allow(
-        self, tpot: float, budget: float | None, expected: str
-    ) -> None:
+    def test_decode_alone_takes_the_time_targets_allow(self, tpot: float, budget: float | None, expected: str) -> None:
         load = load_of(decoding(64, tpot=tpot, budget=budget))
         plan = planner("auto").plan(load)
         assert plan.decode_ms == pytest.approx(7.32, abs=0.1)
@@ -90,8 +88,7 @@ class TestWithoutModel:
         ],
     )
     def test_plans_have_no_predictions(self, policy: str, decode: int, prompts: tuple[int, ...], plan: Plan) -> None:
-        load = load_of(decoding(decode, tpot=1.0) if decode else None, *prompts)
-        assert modelless(policy).plan(load) == plan
+        assert modelless(policy).plan(load_of(decoding(decode, tpot=1.0) if decode else None, *prompts)) == plan
         assert modelless(policy).prefill_ms_per_token == 0.0
 
     @pytest.mark.parametrize("policy", ["split", "split:48"])
@@ -105,9 +102,7 @@ class TestSizesOfTheDecodeLane:
         ("policy", "decode_sms", "message"),
         [("split:40", (16, 48), r"split:40 needs .* 40 SMs.* 16, 48"), ("split", (), r"some SMs.* none")],
     )
-    def test_those_that_are_not_captured_are_refused(
-        self, policy: str, decode_sms: tuple[int, ...], message: str
-    ) -> None:
+    def test_those_not_captured_are_refused(self, policy: str, decode_sms: tuple[int, ...], message: str) -> None:
         with pytest.raises(ConfigError, match=message):
             Planner(Policy.parse(policy), max_chunk_tokens=8, decode_sms=decode_sms, model=model())
 

@@ -180,8 +180,7 @@ class TestAuto:
 
     def test_a_burst_is_taken_where_it_is_cheaper_and_all_have_the_slack(self) -> None:
         def plan_with(slack: float, device: Any) -> Plan:
-            load = load_of(decoding(16, tpot=15.0, slack=slack), *[500] * 2, ttft_ms=500)
-            return auto_over(device).plan(load)
+            return auto_over(device).plan(load_of(decoding(16, tpot=15.0, slack=slack), *[500] * 2, ttft_ms=500))
 
         plans = [plan_with(slack, ExpertModel()) for slack in (20.0, 30.0, 40.0)]
         assert chosen(plans[0]).interval_ms <= TUNING.budget_cap * 15.0

@@ -121,8 +121,7 @@ def test_who_awaits_a_prefix_blocks_nobody() -> None:
     writer, waiting, other = loop.add(TEXT[:30]), loop.add(TEXT[:31]), loop.add(5)
     loop.launch()
     assert [s.status for s in (writer, waiting, other)] == [Status.RUNNING, Status.WAITING, Status.WAITING]
-    prompts = loop.scheduler.prompts(0.0, 0.0)
-    assert prompts == [writer, other]
+    assert loop.scheduler.prompts(0.0, 0.0) == [writer, other]
     loop.drain()
 
 

@@ -10,14 +10,7 @@ from hypothesis import strategies as st
 from bullet_graph.errors import ConfigError
 from bullet_graph.hardware import H200 as H200_SPEC
 from bullet_graph.perf.performance import attention_pairs
-from bullet_graph.perf.profile_plan import (
-    MIN_INTERVALS,
-    WARM_S,
-    ProfileLimits,
-    ProfilePlan,
-    burst_seconds,
-    plan_profile,
-)
+from bullet_graph.perf.profile_plan import MIN_INTERVALS, WARM_S, ProfileLimits, ProfilePlan, plan_profile, seconds_of
 from bullet_graph.perf.roofline import Roofline
 from bullet_graph.perf.table import KINDS, ProfilePoint
 
@@ -62,7 +55,7 @@ def test_every_plan(limits: ProfileLimits, decode_sms: tuple[int, ...], seed: in
     assert not set(made.held_back) & set(made.grid)
     assert all(limits.allows(point) for point in made.points)
     assert made.num_passes >= 3
-    total_s = made.num_passes * sum(burst_seconds(point, made.burst_s, MODEL) for point in made.points)
+    total_s = made.num_passes * sum(seconds_of(point, made.burst_s, MODEL) for point in made.points)
     assert total_s <= budget_s
     assert total_s == pytest.approx(made.guessed_s)
     for kind in KINDS:
@@ -80,8 +73,7 @@ def test_every_plan(limits: ProfileLimits, decode_sms: tuple[int, ...], seed: in
 def test_the_default_budget_buys_every_kind_and_an_eighth_held_back_inside_the_grid() -> None:
     made = plan(seed=3)
     assert 200 < len(made.grid) < 300
-    share = len(made.held_back) / len(made.points)
-    assert 0.1 < share < 0.15
+    assert 0.1 < len(made.held_back) / len(made.points) < 0.15
     for kind in KINDS:
         held_back = [point for point in made.held_back if point.kind == kind]
         of_kind = [point for point in made.points if point.kind == kind]
@@ -121,10 +113,8 @@ def test_passes_come_in_different_orders() -> None:
 
 def test_slow_points_take_longer_than_the_burst() -> None:
     slow, fast = ProfilePoint("prefill", 36, tokens=8192), ProfilePoint("decode", None, 1, 250)
-    assert burst_seconds(fast, 0.2, MODEL) == pytest.approx(WARM_S + 0.2, abs=0.05)
-    assert (
-        burst_seconds(slow, 0.2, MODEL) > (MIN_INTERVALS + 1) * MODEL.prefill(8192, attention_pairs(8192), 36).ms / 1e3
-    )
+    assert seconds_of(fast, 0.2, MODEL) == pytest.approx(WARM_S + 0.2, abs=0.05)
+    assert seconds_of(slow, 0.2, MODEL) > (MIN_INTERVALS + 1) * MODEL.prefill(8192, attention_pairs(8192), 36).ms / 1e3
 
 
 @pytest.mark.parametrize(

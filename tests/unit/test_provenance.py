@@ -62,8 +62,7 @@ def test_a_copy_without_history_may_carry_a_stamp(tmp_path: Path, text: str, is_
 
 def test_record_on_the_cpu() -> None:
     record = collect_provenance("cpu")
-    written = datetime.fromisoformat(record.date_utc)
-    assert written.utcoffset() == timedelta(0)
+    assert datetime.fromisoformat(record.date_utc).utcoffset() == timedelta(0)
     assert record.versions["bullet_graph"] == _version.__version__
     assert record.versions["torch"] == torch.__version__
     assert provenance.installed_version("no-such-distribution-anywhere") is None

@@ -42,11 +42,7 @@ def command_lines(text: str) -> list[str]:
 
 
 def parse(line: str) -> None:
-    """Parse a command line without running it; comments and redirections are the shell's.
-
-    Raises:
-        click.UsageError: it is not accepted.
-    """
+    """Parse a command line without running it, or raise UsageError; comments and redirections are the shell's."""
     words = shlex.split(line, comments=True)[1:]
     command, arguments = find(words[: words.index(">")] if ">" in words else words)
     assert not isinstance(command, click.Group), f"{line} names no command"

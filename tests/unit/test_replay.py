@@ -132,8 +132,7 @@ def test_outputs_are_in_the_order_of_the_requests() -> None:
 def test_a_refused_request_fails_alone() -> None:
     engine = FakeEngine()
     requests = [request(0.0, prompt=(-1,)), request(0.0, max_tokens=98), request(0.0, max_tokens=97)]
-    result = replay(engine, requests, max_concurrency=1)
-    assert [row.error for row in result.served] == [
+    assert [row.error for row in replay(engine, requests, max_concurrency=1).served] == [
         "negative token",
         "prompt and output have 3 + 98 tokens, more than max_model_len=100",
         None,
@@ -160,9 +159,7 @@ def test_targets_reach_engine_and_result() -> None:
 @pytest.mark.parametrize(
     ("arrivals", "limit", "message"), [((0, 1), 0, "max_concurrency must be at least 1"), ((1, 0), None, "in order")]
 )
-def test_a_replay_that_could_not_end_well_is_refused(
-    arrivals: tuple[float, ...], limit: int | None, message: str
-) -> None:
+def test_a_replay_that_cannot_end_well_is_refused(arrivals: tuple[float, ...], limit: int | None, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         replay(FakeEngine(), [request(arrival_s) for arrival_s in arrivals], max_concurrency=limit)
 

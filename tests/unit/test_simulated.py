@@ -103,8 +103,7 @@ def test_tokens_are_zeros_of_the_right_count() -> None:
     assert mixed.token_ids.dtype == np.int32
     assert mixed.logprobs is None
     assert mixed.device_ms == pytest.approx(7 + 3)
-    unfinished = device.wait(device.launch(prefill_step(8, samples=False), on("prefill")))
-    assert unfinished.token_ids.tolist() == []
+    assert device.wait(device.launch(prefill_step(8, samples=False), on("prefill"))).token_ids.tolist() == []
     # Prompt rows alone on the decode lane are prefill.
     assert device.wait(device.launch(prefill_step(20), on("decode"))).device_ms == pytest.approx(20)
 
@@ -127,8 +126,7 @@ def test_a_split_runs_both_lanes_at_their_speed_beside_each_other(head_start_ms:
     device = executor()
     prefill = device.launch(prefill_step(54), on("prefill", WIDE))
     device.sleep_until(head_start_ms / 1e3)
-    decode = device.launch(decode_step(1), on("decode", WIDE))
-    assert device.wait(decode).device_ms == pytest.approx(23.4375)
+    assert device.wait(device.launch(decode_step(1), on("decode", WIDE))).device_ms == pytest.approx(23.4375)
     assert device.now() * 1e3 == pytest.approx(head_start_ms + 23.4375)
     # What it did beside the step is 23.4375 / 225 of its work; it does the rest alone.
     assert device.wait(prefill).device_ms == pytest.approx(23.4375 + 150 * (1 - 23.4375 / 225))
@@ -137,8 +135,7 @@ def test_a_split_runs_both_lanes_at_their_speed_beside_each_other(head_start_ms:
 def test_between_two_splits_each_lane_has_its_own_ones_speed() -> None:
     device = executor()
     prefill = device.launch(prefill_step(54), on("prefill", WIDE))
-    decode = device.launch(decode_step(1), on("decode", NARROW))
-    assert finish_ms(device, decode) == pytest.approx(1500 / 32)
+    assert finish_ms(device, device.launch(decode_step(1), on("decode", NARROW))) == pytest.approx(1500 / 32)
     assert finish_ms(device, prefill) == pytest.approx(1500 / 32 + 150 * (1 - 1500 / 32 / 225))
 
 
@@ -146,13 +143,10 @@ def test_between_two_splits_each_lane_has_its_own_ones_speed() -> None:
     ("tokens", "partition", "prefill_ends_ms"),
     [(40, WHOLE_GPU, 50), (36, WIDE, 110)],  # 36 tokens on 36 SMs take 100 ms alone
 )
-def test_lanes_that_share_sms_get_half_of_the_time_each(
-    tokens: int, partition: SmPartition, prefill_ends_ms: float
-) -> None:
+def test_lanes_that_share_sms_get_half_the_time(tokens: int, partition: SmPartition, prefill_ends_ms: float) -> None:
     device = executor()
     prefill = device.launch(prefill_step(tokens), on("prefill", partition))
-    decode = device.launch(decode_step(1), on("decode"))
-    assert finish_ms(device, decode) == pytest.approx(20)
+    assert finish_ms(device, device.launch(decode_step(1), on("decode"))) == pytest.approx(20)
     assert finish_ms(device, prefill) == pytest.approx(prefill_ends_ms)
 
 
@@ -239,9 +233,7 @@ MIXED = make_step([(0, 3, True)], [1])
         (decode_step(1), on("prefill"), ValueError, "decode lane alone"),
     ],
 )
-def test_a_placement_that_cannot_be_is_refused(
-    step: Step, placement: Placement, error: type[Exception], message: str
-) -> None:
+def test_wrong_placements_are_refused(step: Step, placement: Placement, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         executor().launch(step, placement)
 
@@ -281,9 +273,7 @@ def step_of(lane: Lane, size: int) -> Step:
 
 
 @given(LAUNCHES, st.booleans())
-def test_on_the_whole_gpu_no_time_is_lost_or_won(
-    launches: list[tuple[Lane, int, bool, int]], with_pauses: bool
-) -> None:
+def test_on_a_whole_gpu_no_time_is_lost_or_won(launches: list[tuple[Lane, int, bool, int]], with_pauses: bool) -> None:
     """Shares always add up to 1: work ends when it would have ended in any other order."""
     device = executor()
     tickets: dict[Lane, list[int]] = {"decode": [], "prefill": []}
@@ -305,9 +295,7 @@ def test_on_the_whole_gpu_no_time_is_lost_or_won(
 
 
 @given(LAUNCHES, st.lists(st.sampled_from([WHOLE_GPU, NARROW, WIDE]), min_size=12, max_size=12))
-def test_looking_on_the_way_changes_nothing(
-    launches: list[tuple[Lane, int, bool, int]], partitions: list[SmPartition]
-) -> None:
+def test_looking_changes_nothing(launches: list[tuple[Lane, int, bool, int]], partitions: list[SmPartition]) -> None:
     ends = []
     for stride_s in (None, 0.001):
         device = executor()

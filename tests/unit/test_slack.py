@@ -108,8 +108,7 @@ class TestDecodeLoad:
                 continue
             near = min(far, TUNING.budget_horizon_tokens)
             assert average_ms(row, 10.0, [load.budget_ms] * near) <= row.tpot_ms + 1e-6
-            reach = min(far, TUNING.slack_horizon_tokens)
-            wait = [load.slack_ms] + [SOLO_MS] * (reach - 1)
+            wait = [load.slack_ms] + [SOLO_MS] * (min(far, TUNING.slack_horizon_tokens) - 1)
             assert average_ms(row, 10.0, wait) <= row.tpot_ms + 1e-6
 
     @given(rows)

@@ -134,9 +134,7 @@ def test_a_calibrated_driver_is_trusted(
     assert probe.run(opened().stream("decode", PARTITION)) == frozenset(range(32))
 
 
-def test_streams_that_share_a_mask_are_refused(
-    gpu: FakeDriver, probe: SmidProbe, libcuda: FakeLibcuda, opened: Open
-) -> None:
+def test_streams_of_one_mask_are_refused(gpu: FakeDriver, probe: SmidProbe, libcuda: FakeLibcuda, opened: Open) -> None:
     gpu.shared = libcuda.stream()
     with closing(opened()) as backend, pytest.raises(PartitionError, match=r"the decode lane .* must run on exactly"):
         verify(backend, PARTITION, probe)

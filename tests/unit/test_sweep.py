@@ -72,8 +72,7 @@ def test_the_file_as_others_read_it(path: Path) -> None:
         "cells": [{"system": "bullet_graph auto", **task, **auto}, {"system": "bullet_graph mixed", **task, **mixed}],
     }
     sweep.finish()
-    finished = json.loads(path.read_text())
-    assert finished["finished"]
+    assert json.loads(path.read_text())["finished"]
     assert Sweep.read(path).fields() == sweep.fields()
     assert list(path.parent.iterdir()) == [path], "no temporary file is left"
     with pytest.raises(ConfigError, match="finished; add --overwrite or give another name"):

@@ -112,9 +112,7 @@ JSON = st.recursive(
     st.lists(st.tuples(st.text(min_size=1), st.dictionaries(TEXTS, JSON, max_size=3)), min_size=1, max_size=3),
     st.sampled_from([None, 1]),
 )
-def test_calls_come_out_as_they_went_in(
-    words: str, calls: list[tuple[str, dict[str, Any]]], most_calls: int | None
-) -> None:
+def test_calls_come_out_unchanged(words: str, calls: list[tuple[str, dict[str, Any]]], most_calls: int | None) -> None:
     expected = calls[:most_calls]
     for form, key in ((HERMES, "arguments"), (LLAMA, "parameters"), (MISTRAL, "arguments"), (FORCED, "parameters")):
         texts = [json.dumps({"name": name, key: arguments}) for name, arguments in calls]

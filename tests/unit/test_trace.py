@@ -208,8 +208,7 @@ raise RuntimeError("the engine failed")
 def test_a_last_line_cut_short_is_left_out(tmp_path: Path) -> None:
     run_file = write(tmp_path / "run.jsonl", RUN)
     for cut in (2, 10):
-        content = run_file.read_bytes()[:-cut]
-        (tmp_path / "cut.jsonl").write_bytes(content)
+        (tmp_path / "cut.jsonl").write_bytes(run_file.read_bytes()[:-cut])
         trace = read_trace(tmp_path / "cut.jsonl")
         assert trace.notes == (
             "line 13, the last, was cut short and is left out",

@@ -159,5 +159,4 @@ def test_the_driver_gets_the_same_launches_however_the_kernel_was_found(tmp_path
     found_once, asked_each_time = launches[:6], launches[6:]
     assert found_once == asked_each_time
     # Each layer has keys and values of its own, at the places of the signature.
-    keys = [launch[-1][1] for launch in found_once[::2]]
-    assert len(set(keys)) == 3
+    assert len({launch[-1][1] for launch in found_once[::2]}) == 3

@@ -280,9 +280,7 @@ class TestLoadWorkload:
         start=st.sampled_from(["", f"{HEADER}\n", f"{HEADER}\n{ROW}\n", f"{MOONCAKE_ROW}\n", SHAREGPT_START]),
         rest=st.binary(max_size=60) | st.text(max_size=60).map(lambda text: text.encode("utf-8", "surrogatepass")),
     )
-    def test_any_bytes_give_requests_or_the_projects_error(
-        self, tmp_path: Path, suffix: str, start: str, rest: bytes
-    ) -> None:
+    def test_any_bytes_give_requests_or_our_error(self, tmp_path: Path, suffix: str, start: str, rest: bytes) -> None:
         # Anything but the project's own error fails the test.
         with contextlib.suppress(WorkloadError):
             requests = read(tmp_path / f"fuzz{suffix}", start.encode() + rest)
@@ -305,8 +303,7 @@ class TestPromptTokenIds:
 
     def test_whole_vocabulary_is_used_and_indices_and_seeds_differ(self) -> None:
         request = WorkloadRequest(1000, 1, None)
-        ids = make_prompt_token_ids(request, 0, 50, seed=0)
-        assert set(ids.tolist()) == set(range(50))
+        assert set(make_prompt_token_ids(request, 0, 50, seed=0).tolist()) == set(range(50))
         prompts = [make_prompt_token_ids(request, i, 128_256, seed) for seed in (0, 1) for i in range(20)]
         assert len({tuple(prompt[:8].tolist()) for prompt in prompts}) == 40
 
@@ -348,8 +345,7 @@ def test_gaps_spread_as_a_gamma_distribution(burstiness: float) -> None:
 
 def test_limits_of_the_distribution() -> None:
     assert arrival_times(1, request_rate=4).tolist() == [0.25], "one request comes after one mean gap"
-    steady = arrival_times(5, request_rate=2, burstiness=math.inf)
-    assert steady == pytest.approx([0.5, 1, 1.5, 2, 2.5])
+    assert arrival_times(5, request_rate=2, burstiness=math.inf) == pytest.approx([0.5, 1, 1.5, 2, 2.5])
     assert arrival_times(3, request_rate=math.inf).tolist() == [0, 0, 0]
 
 

@@ -29,7 +29,7 @@ _PERCENTILES = (10, 25, 50, 75, 90, 99)
 
 
 @click.command()
-@engine_options(max_num_seqs=1024, max_num_seqs_shown="the batch size")
+@engine_options(max_num_seqs=1024, default_shown="the batch size")
 @click.option("--batch-size", type=COUNT, default=8)
 @click.option("--input-len", type=COUNT, default=32, help="In tokens.")
 @click.option("--output-len", type=COUNT, default=128, help="In tokens.")
@@ -66,10 +66,9 @@ def latency(
             f"max_model_len={runtime.max_model_len}: lower them or raise it"
         )
     request = WorkloadRequest(prompt_tokens=input_len, output_tokens=output_len, arrival_s=None)
-    vocab_size = runtime.model.vocab_size
     batches = [
         [
-            make_prompt_token_ids(request, number * batch_size + row, vocab_size, config.seed).tolist()
+            make_prompt_token_ids(request, number * batch_size + row, runtime.model.vocab_size, config.seed).tolist()
             for row in range(batch_size)
         ]
         for number in range(num_iters_warmup + num_iters)

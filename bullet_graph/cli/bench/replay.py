@@ -179,8 +179,7 @@ def warm_up(client: Client, workload: Workload, num_warmups: int, *, slo: Slo, s
     if not num_warmups:
         return
     first = itertools.islice(itertools.cycle(workload.requests), num_warmups)
-    most = _WARMUP_OUTPUT_TOKENS
-    short = tuple(WorkloadRequest(r.prompt_tokens, min(r.output_tokens, most), None) for r in first)
+    short = tuple(WorkloadRequest(r.prompt_tokens, min(r.output_tokens, _WARMUP_OUTPUT_TOKENS), None) for r in first)
     requests = timed_requests(
         Workload(workload.name, short),
         [_WARMUP_GAP_S * index for index in range(num_warmups)],
@@ -284,9 +283,7 @@ def online(policies: tuple[Policy, ...], save_detailed: bool, output: Output, **
 @trace_option
 @num_prompts_option
 @click.option(
-    "--warmup/--no-warmup",
-    default=True,
-    help="Serve a few small requests first, so that the measurement compiles no kernels.",
+    "--warmup/--no-warmup", default=True, help="Serve a few small requests first, so the measurement compiles nothing."
 )
 @result_options
 def throughput(config: EngineConfig, warmup: bool, output: Output, **settings: Any) -> None:
@@ -307,8 +304,7 @@ def throughput(config: EngineConfig, warmup: bool, output: Output, **settings: A
     at_once = Arrivals(request_rate=math.inf, seed=config.seed)
     title, runs, common = _serve_here((config.policy,), output, arrivals=at_once, **settings)
     (run,) = runs.values()
-    fields = {**throughput_fields(run.result), **common, **run.usage}
-    output.emit(fields, lambda: print_replays(title, runs))
+    output.emit({**throughput_fields(run.result), **common, **run.usage}, lambda: print_replays(title, runs))
 
 
 def throughput_fields(result: ReplayResult) -> dict[str, Any]:
@@ -317,7 +313,6 @@ def throughput_fields(result: ReplayResult) -> dict[str, Any]:
     Counts, totals and rates are of completed requests; ``tokens_per_second`` counts prompt and output tokens.
     """
     summaries = {"ttft_ms": result.ttft, "tpot_ms": result.tpot, "itl_ms": result.itl, "e2e_ms": result.e2el}
-    reasons = enumerate(result.errors)
     return {
         "elapsed_time": result.duration,
         "num_requests": result.completed,
@@ -328,7 +323,7 @@ def throughput_fields(result: ReplayResult) -> dict[str, Any]:
         "total_output_tokens": result.total_output_tokens,
         "output_tokens_per_second": result.output_throughput,
         "num_failed": result.failed,
-        "failures": [{"index": index, "reason": reason} for index, reason in reasons if reason],
+        "failures": [{"index": index, "reason": reason} for index, reason in enumerate(result.errors) if reason],
         **{name: None if s is None else dataclasses.asdict(s) for name, s in summaries.items()},
     }
 

@@ -123,8 +123,7 @@ def startup(config: EngineConfig, num_iters_cold: int, num_iters_warm: int, plot
             kind: sorted(of_kind, key=lambda run: run.startup_s)[(len(of_kind) - 1) // 2]
             for kind, of_kind in runs.items()
         }
-        picture = draw_starts(plot.suffix[1:].lower(), median, phase_names(runs), title=title)
-        write_result_file(plot, picture)
+        write_result_file(plot, draw_starts(plot.suffix[1:].lower(), median, phase_names(runs), title=title))
 
 
 def run_starts(kinds: Sequence[StartKind], *, quiet: bool) -> dict[str, tuple[StartRun, ...]]:

@@ -22,8 +22,7 @@ def start(config: EngineConfig) -> tuple[StartReport, dict[str, Any]]:
     """Start an engine and generate a token."""
     with Engine(**config.values()) as engine:
         prompt = [0] * min(_PROMPT_TOKENS, engine.max_model_len - 1)
-        params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
-        engine.generate([prompt], params, use_tqdm=False)
+        engine.generate([prompt], SamplingParams(temperature=0, max_tokens=1, ignore_eos=True), use_tqdm=False)
         capture = engine.capture
         return engine.start_report, {
             "capture": None if capture is None else dataclasses.asdict(capture),

@@ -8,15 +8,7 @@ from typing import Any
 import click
 
 from bullet_graph.cli.bench.replay import engine_client, measure, require_fit, warm_up
-from bullet_graph.cli.bench.sweep_runner import (
-    Cell,
-    Sweep,
-    SweepRunner,
-    WorkloadSpec,
-    at_rate,
-    make_cells,
-    parse_targets,
-)
+from bullet_graph.cli.bench.sweep_runner import Cell, Sweep, SweepRunner, WorkloadSpec, at_rate, make_cells, targets_of
 from bullet_graph.cli.engine_run import config_for, describe_config, load_requests, open_engine
 from bullet_graph.cli.options import FILE, engine_options
 from bullet_graph.cli.replay_options import (
@@ -100,7 +92,7 @@ def sweep(
           --workload "synthetic:code~10@ttft:500 tpot:8" --slo "ttft:500 tpot:15" --output-json sweep.json
       bullet-graph bench sweep --model tiny --workload azure:conv=50~100 --slo ttft:500 --smoke --output-json trial.json
     """
-    targets = tuple(dict.fromkeys(parse_targets(slo) for slo in slos))
+    targets = tuple(dict.fromkeys(targets_of(slo) for slo in slos))
     specs = [WorkloadSpec.parse(workload) for workload in workloads]
     if plot_dir is not None:
         require_extra("--plot-dir", "matplotlib")
@@ -119,14 +111,8 @@ def sweep(
         arrivals.times(workload)
         return workload
 
-    cells = make_cells(
-        specs,
-        targets,
-        {f"{_SYSTEM}{policy}": policy for policy in policies},
-        search=GoodputSearch(**search),
-        load=load,
-        smoke=smoke,
-    )
+    systems = {f"{_SYSTEM}{policy}": policy for policy in policies}
+    cells = make_cells(specs, targets, systems, search=GoodputSearch(**search), load=load, smoke=smoke)
     # Under a target for TPOT, more policies need predictions.
     strictest = next((cell.slo for cell in cells if cell.slo.tpot_ms is not None), cells[0].slo)
     opened = config_for(config, policies, strictest)
@@ -167,9 +153,7 @@ def sweep(
     except (KeyboardInterrupt, BulletGraphError) as error:
         # ConfigError: the file could not be written.
         if found.num_runs and not isinstance(error, ConfigError):
-            click.echo(
-                f"{output_json} has all runs so far ({found.num_runs}); the same command resumes from there", err=True
-            )
+            click.echo(f"{output_json} has all runs so far ({found.num_runs}); the same command resumes it", err=True)
         raise
     if as_json:
         click.echo(to_json(found.fields()))

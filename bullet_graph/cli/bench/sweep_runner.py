@@ -223,11 +223,11 @@ class WorkloadSpec:
             name,
             None if count is None else int(count),
             None if rate is None else float(rate),
-            None if slo is None else parse_targets(slo),
+            None if slo is None else targets_of(slo),
         )
 
 
-def parse_targets(text: str) -> Slo:
+def targets_of(text: str) -> Slo:
     """Read targets such as ``ttft:500 tpot:15``; ConfigError for another form, or none."""
     slo = Slo.parse(text.replace(",", " ").split())
     if slo == NO_TARGETS:

@@ -19,9 +19,7 @@ def read_gemma3(config: JsonObject) -> ModelConfig:
     pattern = config.read("sliding_window_pattern", int, default=6)
     # The two RoPEs are read below.
     common = replace(config, values={**config.values, "rope_parameters": None, "rope_scaling": None})
-    model = read_dense_config(
-        common, activation_key="hidden_activation", slides=lambda layer: (layer + 1) % pattern != 0
-    )
+    model = read_dense_config(common, activation_key="hidden_activation", slides=lambda i: (i + 1) % pattern != 0)
     whole, local = _ropes(config, model.head_dim)
     return replace(
         model,
@@ -38,9 +36,7 @@ def read_gemma3(config: JsonObject) -> ModelConfig:
 def _ropes(config: JsonObject, head_dim: int) -> list[Rope]:
     """RoPE of layers without and with a window: nested in transformers 5; before, ``rope_scaling`` was the first's."""
     config = config.with_defaults(
-        rope_parameters={"full_attention": config.get("rope_scaling")},
-        rope_theta=1_000_000.0,
-        rope_local_base_freq=10_000.0,
+        rope_parameters={"full_attention": config.get("rope_scaling")}, rope_theta=1e6, rope_local_base_freq=1e4
     )
     ropes = []
     for kind, theta in (("full_attention", "rope_theta"), ("sliding_attention", "rope_local_base_freq")):

@@ -9,9 +9,7 @@ from bullet_graph.models.config import ModelConfig, read_dense_config, with_expe
 from bullet_graph.models.json_files import JsonObject
 from bullet_graph.models.rope import Llama3RopeScaling, Rope
 
-_SCALING = Llama3RopeScaling(
-    factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192
-)
+_ROPE = Llama3RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192)
 
 LLAMA_3_1_8B = ModelConfig(
     architecture="LlamaForCausalLM",
@@ -24,7 +22,7 @@ LLAMA_3_1_8B = ModelConfig(
     head_dim=128,
     max_position_embeddings=131072,
     rms_norm_eps=1e-5,
-    rope=Rope(500000.0, _SCALING),
+    rope=Rope(500000.0, _ROPE),
     dtype="bfloat16",
     # Of the instruct models: <|end_of_text|>, <|eom_id|>, <|eot_id|>.
     eos_token_ids=(128001, 128008, 128009),
@@ -39,7 +37,7 @@ LLAMA_3_2_1B = replace(
     intermediate_size=8192,
     num_layers=16,
     head_dim=64,
-    rope=Rope(500000.0, replace(_SCALING, factor=32.0)),
+    rope=Rope(500000.0, replace(_ROPE, factor=32.0)),
     tie_word_embeddings=True,
 )
 
