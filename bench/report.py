@@ -319,8 +319,7 @@ who is on time under `mixed` and `split`, simulated, and the share of device tim
 FILES = """
 ## Files
 
-Each file has its command (`argv`), device, versions and commit; those with † are older and lack the command.
-
+Each file has its date, command (`argv`), device, versions and commit; but these are older and lack the command:
 """
 
 
@@ -379,11 +378,7 @@ def make_report(sources: Sequence[Source], folder: str, pictures: str, simulatio
         *(section for section, _ in others),
         splitting.SECTION.format(path=f"{pictures}/{splitting.PLOT}"),
         *(head + rows for head, rows in ((SIMULATED, simulated), (FLEETS, fleets)) if rows),
-        FILES
-        + ", ".join(
-            f"`{source.name}`{'' if source.has_command else ' †'} ({source.date[:10] or 'no date'})"
-            for source in sources
-        ),
+        FILES + ", ".join(f"`{source.name}`" for source in sources if not source.has_command),
     ]
     return "\n".join(lines) + "\n"
 

@@ -20,12 +20,12 @@ from bullet_graph.kernels.decode_attention_kernels import combine_partials_kerne
 
 I32, F32 = "*i32", "*fp32"
 SHARED = dict(kv_indptr_ptr=I32, block_indptr_ptr=I32, kv_indices_ptr=I32, last_block_tokens_ptr=I32,
-              partial_ptr=F32, partial_lse_ptr=F32, arrived_ptr=I32,
+              members_ptr=I32, prefix_ptr=F32, prefix_lse_ptr=F32, partial_ptr=F32, partial_lse_ptr=F32, arrived_ptr=I32,
               num_rows="i32", scale_log2="fp32", workers="i32", NUM_HEADS=32, HEAD_DIM=128)
 KERNELS = {
     decode_attention_kernel: dict(
         NUM_KV_HEADS=8, BLOCK_TOKENS=16, KV_HEADS=4, Q_BLOCK=16, TILE=64, ROWS_BLOCK=64, STAGES=3, WINDOW=0,
-        COMBINE=False),
+        MEMBERS=1, LEAST_UNITS=16, CONTINUE=False, COMBINE=False),
     combine_partials_kernel: dict(PARTIALS=32),
 }
 found = {}
