@@ -20,7 +20,8 @@ from bullet_graph.kernels.decode_attention_kernels import combine_partials_kerne
 
 I32, F32 = "*i32", "*fp32"
 SHARED = dict(kv_indptr_ptr=I32, block_indptr_ptr=I32, kv_indices_ptr=I32, last_block_tokens_ptr=I32,
-              members_ptr=I32, prefix_ptr=F32, prefix_lse_ptr=F32, partial_ptr=F32, partial_lse_ptr=F32, arrived_ptr=I32,
+              members_ptr=I32, prefix_ptr=F32, prefix_lse_ptr=F32,
+              partial_ptr=F32, partial_lse_ptr=F32, arrived_ptr=I32,
               num_rows="i32", scale_log2="fp32", workers="i32", NUM_HEADS=32, HEAD_DIM=128)
 KERNELS = {
     decode_attention_kernel: dict(
@@ -28,10 +29,12 @@ KERNELS = {
         MEMBERS=1, LEAST_UNITS=16, CONTINUE=False, COMBINE=False),
     combine_partials_kernel: dict(PARTIALS=32),
 }
+WAYS = {"False": dict(PDL=False), "True": dict(PDL=True), "alone": dict(PDL=False, COMBINE=True),
+        "groups": dict(PDL=False, COMBINE=True, MEMBERS=4, Q_BLOCK=64), "goes on": dict(PDL=False, CONTINUE=True)}
 found = {}
 for kernel, given in KERNELS.items():
-    for way, more in {"False": dict(PDL=False), "True": dict(PDL=True), "alone": dict(PDL=False, COMBINE=True)}.items():
-        if way == "alone" and kernel is combine_partials_kernel:
+    for way, more in WAYS.items():
+        if way not in ("False", "True") and kernel is combine_partials_kernel:
             continue
         chosen = SHARED | given | more
         types = {n: chosen.get(n, "*bf16") for n in kernel.arg_names}
@@ -72,11 +75,12 @@ def test_neither_does_so_unless_asked_to(ptx: dict[str, str], kernel: str) -> No
     assert "griddepcontrol" not in ptx[f"{kernel} False"]
 
 
-def test_one_program_adds_up_what_all_threads_of_all_programs_have_written(ptx: dict[str, str]) -> None:
-    before, after = re.split(r"atom\.global\.gpu\.acq_rel\.add", ptx[f"{FIRST} alone"])
+@pytest.mark.parametrize("way", ["alone", "groups"])
+def test_one_program_adds_up_what_all_threads_of_all_programs_have_written(ptx: dict[str, str], way: str) -> None:
+    before, after = re.split(r"atom\.global\.gpu\.acq_rel\.add", ptx[f"{FIRST} {way}"])
     # Of partial results the last are written before, and all threads of the program have passed a barrier since.
     assert before.rindex("bar.sync") > before.rindex("st.global")
     # All learn by another what the one thread has found, and read past the SM's own cache.
     assert "bar.sync" in after[: after.index("ld.global")]
     assert "ld.global.cg" in after
-    assert "atom" not in ptx[f"{FIRST} False"]
+    assert "atom" not in ptx[f"{FIRST} False"] + ptx[f"{FIRST} goes on"]
