@@ -170,7 +170,6 @@ class Ranks:
             for process in self._processes:
                 process.kill()
         with self._aborting:
-            # Decode's first, as NCCL's would keep the driver from ending its sums.
             for communicator in list(self.communicators.values()):
                 # A device that has failed waits for nobody.
                 with suppress(RuntimeError):
