@@ -49,6 +49,7 @@ def command_of(settings: dict[str, Any], cell: dict[str, Any], run: Run) -> list
         "goodput": cell["slo"].replace("ms", ""),
         "first-rate": run["request_rate"],
         "max-runs": 1,
+        "gpu-memory-utilization": 1.0,
         "kv-cache-bytes": tokens * kv_cache_bytes_per_token(model, dtype_bytes=2),
         **{name.replace("_", "-"): value for name, value in limits.items()},
     }

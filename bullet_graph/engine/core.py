@@ -4,6 +4,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from itertools import compress
 
 import numpy as np
 
@@ -20,7 +21,7 @@ from bullet_graph.perf.performance import attention_pairs
 from bullet_graph.planner.options import ForwardKind
 from bullet_graph.planner.plan import ChunkLoad, DecodeLoad, Load, Plan, PolicyName, PromptLoad
 from bullet_graph.planner.planner import Planner
-from bullet_graph.planner.slack import PREPARE_MS, PREPARE_SHARE, decode_load, spare_ms, wait_ms
+from bullet_graph.planner.slack import PREPARE_MS, PREPARE_SHARE, decode_load, have_room, spare_ms, wait_ms
 from bullet_graph.runtime.executor import Executor, max_batch_sizes
 from bullet_graph.runtime.step import Placement, StepResult
 from bullet_graph.slo import NO_TARGETS, Slo
@@ -309,17 +310,22 @@ class EngineCore:
 
     def _load(self) -> Load:
         now_s, queue = self.executor.now(), self.scheduler.queue
-        prompts = self._prompts = self.scheduler.prompts(now_s, self.planner.prefill_ms_per_token)
+        prompts = self.scheduler.prompts(now_s, self.planner.prefill_ms_per_token)
         self._decoding = self.scheduler.decoding()
         rows = [*self._decoding, *self._decoding_next()]
         steps_left = None
         if queue.longest_first:
             # With the longest first, no prompt out of sight has more.
             steps_left = max((s.max_tokens - s.num_tokens for s in (*rows, *prompts)), default=0)
+        decode, loads = self._decode_load(rows, now_s) if rows else None, list(map(prompt_load, prompts))
+        if decode is not None and (predictor := self.planner.predictor) is not None:
+            room = have_room(loads, decode, now_s, solo_ms=predictor.decode_ms)
+            prompts, loads = list(compress(prompts, room)), list(compress(loads, room))
+        self._prompts = prompts
         return Load(
             now_s=now_s,
-            decode=self._decode_load(rows, now_s) if rows else None,
-            prompts=tuple(map(prompt_load, prompts)),
+            decode=decode,
+            prompts=tuple(loads),
             queued_tokens=queue.num_tokens,
             chunk=None if self._chunk is None else self._chunk[1],
             steps_left=steps_left,

@@ -67,6 +67,29 @@ def decode_load(
     return DecodeLoad(batch_size, kv_tokens, budget, budget if solo is None else slack, target)
 
 
+def have_room(
+    prompts: Sequence[PromptLoad], decode: DecodeLoad, now_s: float, *, solo_ms: Callable[[int, int], float]
+) -> list[bool]:
+    """Which prompts, in serving order, may run: a sequence more must not cost all others their TPOT targets.
+
+    There is room while a decode step alone takes at most ``room_share`` of the tightest target that can be held.
+    Prompts that have started, are resumed, or have reached their last deadline run in any case. ``solo_ms`` is as that
+    of :func:`decode_load`.
+    """
+    if decode.target_ms == math.inf:
+        return [True] * len(prompts)
+    most_ms, rows, kv_tokens = TUNING.room_share * decode.target_ms, decode.batch_size, decode.kv_tokens
+    room: list[bool] = []
+    is_full = solo_ms(rows + 1, kv_tokens) > most_ms
+    for prompt in prompts:
+        tokens = prompt.tokens_cached + prompt.tokens_left
+        fits = not is_full and solo_ms(rows + 1, kv_tokens + tokens) <= most_ms
+        room.append(fits or prompt.started or prompt.resumed or now_s >= next_deadlines(prompt, now_s)[1])
+        if room[-1]:
+            rows, kv_tokens = rows + 1, kv_tokens + tokens
+    return room
+
+
 class Ranking(NamedTuple):
     """Indices of prompts, each group in the order to serve it.
 

@@ -60,6 +60,9 @@ class PlannerTuning:
     slack_horizon_tokens: int = 64
     # A sequence is lost if it cannot be back on target within this many tokens, decoding alone.
     lost_horizon_tokens: int = 256
+    # Share of the tightest TPOT target that a decode step alone may take once another prompt runs; mixed forwards take
+    # longer. Simulated, chats at 30/s on an H100: 0.75 → 0.93 on time; 0.85 and 0.95 give 0.91 and 0.92 (bench/LOG.md).
+    room_share: float = 0.92
     # Reserve of each sequence, as a share of the time due for up to ``reserve_tokens`` tokens. A target missed by
     # little is missed, but errors of single steps even out.
     reserve_share: float = 0.03
