@@ -19,6 +19,7 @@ from bullet_graph.perf.performance import attention_pairs
 from bullet_graph.perf.predict import TableModel
 from bullet_graph.perf.roofline import Roofline
 from bullet_graph.perf.table import load_table
+from bullet_graph.planner.tuning import TUNING
 from bullet_graph.slo import NO_TARGETS, Slo
 from bullet_graph.workloads import Arrivals, Workload, WorkloadRequest, load_workload
 
@@ -68,6 +69,16 @@ def test_a_last_token_does_not_wait_until_the_host_has_launched_a_long_prompt() 
     simulation = run([(1000, 20), (8000, 1)], [0.0, 0.1], slo=TIGHT, host_overhead_ms=0.2)
     first, _ = simulation.replay.served
     assert first.metrics.itl_ms[-1] < 15 < MODEL.num_layers * 0.5
+
+
+def test_prompts_wait_until_decode_has_room_for_them() -> None:
+    # Some 40 sequences hold this target, and 60 do not: 9 of them, if all run at once.
+    tpot_ms = MODEL.decode(16, 16 * 1000).ms / TUNING.room_share
+    assert MODEL.decode(60, 60 * 600).ms > 1.05 * tpot_ms
+    arrivals_s = [0.05 * index for index in range(60)]
+    slo = Slo(ttft_ms=500, tpot_ms=tpot_ms)
+    served = run([(16, 1200)] * 60, arrivals_s, slo=slo, kv_cache_tokens=300_000).replay.served
+    assert sum((row.metrics.tpot_ms or 0.0) <= tpot_ms for row in served) > 45
 
 
 def test_without_targets_auto_is_as_quick_as_any_policy() -> None:

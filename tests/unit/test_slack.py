@@ -8,8 +8,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from bullet_graph.planner.plan import PromptLoad
-from bullet_graph.planner.slack import decode_load, next_deadlines, order_prompts, rank_prompts
+from bullet_graph.planner.plan import DecodeLoad, PromptLoad
+from bullet_graph.planner.slack import decode_load, have_room, next_deadlines, order_prompts, rank_prompts
 from bullet_graph.planner.tuning import TUNING
 
 
@@ -296,3 +296,27 @@ class TestOrderPrompts:
             waiting.discard(id(served))
             now += served.tokens_left * ms_per_token / 1e3
             assert now <= limit_s
+
+
+class TestRoom:
+    @staticmethod
+    def room(prompts: list[PromptLoad], *, target_ms: float = 15.0, now_s: float = 10.0) -> list[bool]:
+        """Beside 50 sequences of 5,000 tokens; a step takes 0.1 ms a sequence and 1 ms per 1,000 tokens."""
+        decode = DecodeLoad(50, 5000, target_ms, target_ms, target_ms)
+        return have_room(prompts, decode, now_s, solo_ms=lambda rows, tokens: rows / 10 + tokens / 1000)
+
+    def test_as_many_run_as_leave_a_step_within_the_target(self) -> None:
+        assert TUNING.room_share == 0.92  # of 15 ms: 13.8
+        prompts = [PromptLoad(500, cached, 11.0, 9.0) for cached in (2500, 500, 100, 0)]
+        # 5.1 + 8; 5.2 + 9 is too much; 5.2 + 8.6; then nothing fits.
+        assert self.room(prompts) == [True, False, True, False]
+        assert self.room([PromptLoad(500, 9000, 11.0, 9.0)]) == [False]
+
+    @pytest.mark.parametrize("target_ms", [math.inf, 5.0])
+    def test_some_run_in_any_case(self, target_ms: float) -> None:
+        fresh, started = PromptLoad(9000, 0, 11.0, 9.0), PromptLoad(9000, 0, 11.0, 9.0, started=True)
+        resumed, overdue = started._replace(started=False, resumed=True), PromptLoad(9000, 0, -10.0, -11.0)
+        assert self.room([started, resumed, overdue], target_ms=target_ms) == [True, True, True]
+        assert self.room([fresh], target_ms=target_ms) == [target_ms == math.inf]
+        # They take room from the others.
+        assert self.room([started, PromptLoad(10, 0, 11.0, 9.0)], target_ms=15.0) == [True, False]
