@@ -321,7 +321,7 @@ def _parse_age(text: str) -> timedelta:
 @click.argument("entries", metavar="[ENTRY]...", nargs=-1)
 @click.option("--unused-for", metavar="AGE", callback=parsed_by(_parse_age), help="Entries unused for 12h, 30d or 8w.")
 @click.option(
-    "--max-size", metavar="SIZE", callback=parse_size, help="Entries used longest ago, until the others fit: 20GiB."
+    "--max-size", metavar="SIZE", callback=parse_size, help="The longest unused, until the rest fits, such as 20GiB."
 )
 @click.option("--dry-run", is_flag=True, help="Say what would be removed, and remove nothing.")
 @cache_dir_option
