@@ -96,8 +96,8 @@ class DecodeGraphs:
         self.batch_sizes = batch_size_buckets(max_batch_size)
         self._windows = decoder.cache.distinct_windows
         self._shares_prefixes = shares_prefixes and self._attention.can_share
-        # Six arrays with an entry per row, one more for each window, those of common blocks, which have 2.5, and the
-        # block ids, with those of padding.
+        # Six arrays with an entry per row, and one more for each window. Common blocks take 2.5 entries per row. Then
+        # the block ids, with those of padding.
         self._uploader = Uploader(
             (9 + len(self._windows)) * (max_batch_size + 8) + decoder.cache.num_blocks + max_batch_size, device
         )

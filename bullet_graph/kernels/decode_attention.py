@@ -152,7 +152,7 @@ def shared_blocks(
 ) -> SharedBlocks[NDArray[np.int32]] | None:
     """Find groups of at most ``most`` neighbouring rows that begin with the same blocks.
 
-    None where ``least`` blocks are not saved.
+    None where fewer than ``least`` blocks are saved.
 
     The arrays are those of a :class:`DecodeBatch`. There are as many groups as the rows can form.
     """

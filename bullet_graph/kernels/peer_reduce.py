@@ -27,7 +27,7 @@ BLOCK_BYTES = 8192
 SHARED_BYTES = 2 * MAX_PROGRAMS * BLOCK_BYTES
 """What ranks share of their rows. Behind it: each program's turns so far, and the last turn that each rank told it."""
 ENDED = 2**62
-"""A turn that no rank reaches. A program that is told it goes on, and touches no other rank's memory from then on."""
+"""A turn that no rank reaches. A program that is told it ends its sum, and touches no other memory from then on."""
 _FEW_PROGRAMS = 64
 _MIN_BLOCK = 1024
 _WORD_BYTES = 8
@@ -106,9 +106,9 @@ class PeerCommunicator(Communicator):
             # Pinned memory has one address for the host and the device.
             self._ended = torch.zeros(1, dtype=torch.int64).pin_memory()
             self._own = int(call("cuMemAlloc", size))
-            self._context = call("cuCtxGetCurrent")
+            context = call("cuCtxGetCurrent")
             bases: dict[int, int] = {}
-            self._free = weakref.finalize(self, _free, self._driver, self._context, self._own, bases)
+            self._free = weakref.finalize(self, _free, self._driver, context, self._own, bases)
             call("cuMemsetD8", self._own, 0, size)
             torch.cuda.synchronize(device)
             store.set(f"memory {self.rank}", bytes(call("cuIpcGetMemHandle", self._own).reserved))

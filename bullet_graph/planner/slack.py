@@ -76,7 +76,7 @@ def have_room(
     Prompts that have started, are resumed, or have reached their last deadline run in any case. ``solo_ms`` is as that
     of :func:`decode_load`.
     """
-    if decode.target_ms == math.inf:
+    if not prompts or decode.target_ms == math.inf:
         return [True] * len(prompts)
     most_ms, rows, kv_tokens = TUNING.room_share * decode.target_ms, decode.batch_size, decode.kv_tokens
     room: list[bool] = []

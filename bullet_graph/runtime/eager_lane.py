@@ -92,9 +92,9 @@ class EagerLane:
         # load first, which stalls it for some 45 ms on an H200.
         self._sampled_buckets = batch_size_buckets(max_num_seqs)
         self._windows = decoder.cache.distinct_windows
-        # Fourteen arrays with an entry per row or sequence, those of common blocks, which have 2.5, two more for each
-        # window, and the block ids, twice for prompts that end. A bucket has at most ``max_rows``, too; scored rows are
-        # padded.
+        # Fourteen arrays with an entry per row or sequence, and two more for each window. Common blocks take 2.5
+        # entries per row. Then the block ids, twice for prompts that end. A bucket has at most ``max_rows``, too;
+        # scored rows are padded.
         num_arrays = 17 + 2 * len(self._windows)
         self._uploader = Uploader(num_arrays * (max_rows + SCORED_ROWS) + 2 * decoder.cache.num_blocks, device)
 
