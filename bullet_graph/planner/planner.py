@@ -197,9 +197,7 @@ class Planner:
         elif self._may_pause(load):
             option, bound = pause, "tpot"
         else:
-            least = TUNING.least_rate * 1e3 / options.prefill_ms_per_token
-            fast = [option for option in beside if option.prefill_tokens_per_s >= least]
-            option = min(fast, key=_interval) if fast else max(beside, key=self._rate)
+            option = min(beside, key=_interval)
         return self._follow(option, options, load, bound, weighed)
 
     def _prefer(self, options: Sequence[Option], key: Callable[[Option], float]) -> Option:
