@@ -1,6 +1,5 @@
 """Collectives between the ranks of tensor parallelism. A communicator belongs to one lane of one rank."""
 
-import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -18,7 +17,6 @@ from bullet_graph.partition.masks import Lane
 GROUP_TIMEOUT_S = 1800.0
 """Longest collective of a process group. Ranks that die or hang are noticed earlier, by the engine's own monitor."""
 _POLL_S = 50e-6
-_CLOSE_S = 5.0
 
 
 class Communicator(ABC):
@@ -61,59 +59,35 @@ def on_all_ranks(communicators: Communicators, holds: bool, device: torch.device
     return int(communicator.all_reduce(torch.tensor([int(holds)], device=device))) == communicator.num_ranks
 
 
-class GroupCommunicator(Communicator):
-    """The collectives of a process group of torch: gloo on the CPU, NCCL on GPUs.
+class GlooCommunicator(Communicator):
+    """Collectives of gloo, on the CPU.
 
     The group is known to nobody else: torch's default group, if the program has one, is left alone.
     """
 
-    def __init__(self, store: Any, rank: int, num_ranks: int, device: torch.device) -> None:
+    def __init__(self, store: Any, rank: int, num_ranks: int) -> None:
         super().__init__(rank, num_ranks)
-        timeout = timedelta(seconds=GROUP_TIMEOUT_S)
-        c10d: Any = torch.distributed.distributed_c10d
-        group = c10d.ProcessGroupGloo if device.type == "cpu" else c10d.ProcessGroupNCCL
-        options = group._Options() if device.type == "cpu" else group.Options()
-        options._timeout = timeout
-        if device.type == "cpu":
-            # A machine may resolve its own name to an address that it cannot reach.
-            options._devices = [group.create_device(hostname="127.0.0.1")]
+        group: Any = torch.distributed.distributed_c10d.ProcessGroupGloo
+        options = group._Options()
+        options._timeout = timedelta(seconds=GROUP_TIMEOUT_S)
+        # A machine may resolve its own name to an address that it cannot reach.
+        options._devices = [group.create_device(hostname="127.0.0.1")]
         self._group = group(store, rank, num_ranks, options)
-        # On the current stream, whose SMs are the lane's: a group's own stream would have all.
-        self._reduce, self._gather = c10d.AllreduceOptions(), c10d.AllgatherOptions()
-        self._reduce.asyncOp = self._gather.asyncOp = False
-        self._device = device
-        self._ending: threading.Thread | None = None
-        # Connects here: a capture cannot.
-        self.all_reduce(torch.zeros(1, device=device))
+        # Connects here, while all ranks are there.
+        self.all_reduce(torch.zeros(1))
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        # NCCL, on the current stream, gives nothing to wait for.
-        if (work := self._group.allreduce([x], self._reduce)) is not None:
-            work.wait()
+        self._group.allreduce([x]).wait()
         return x
 
     def all_gather(self, x: Tensor) -> Tensor:
         out = x.new_empty(self.num_ranks, *x.shape)
-        if (work := self._group._allgather_base(out.flatten(0, 1), x, self._gather)) is not None:
-            work.wait()
+        self._group._allgather_base(out.flatten(0, 1), x).wait()
         return out
 
-    def abort(self) -> None:
-        if self._device.type == "cuda" and self._ending is None:
-            # In a thread: NCCL ends its kernels at once, and then waits until no graph holds any.
-            self._ending = threading.Thread(target=self._group.abort, name="bullet-graph-nccl", daemon=True)
-            self._ending.start()
-
     def close(self) -> None:
-        if self._device.type == "cpu":
-            # Waits for its threads: at the program's end, one that holds the last reference to a tensor would abort it.
-            del self._group
-            return
-        torch.cuda.synchronize(self._device)
-        # NCCL's threads would report that the other ranks and the store are gone.
-        self.abort()
-        if self._ending is not None:
-            self._ending.join(_CLOSE_S)
+        # Waits for its threads: at the program's end, one that holds the last reference to a tensor would abort it.
+        del self._group
 
 
 class OrderedCommunicator(Communicator):

@@ -22,7 +22,8 @@ import torch
 import torch.distributed
 
 from bullet_graph.errors import BulletGraphError, LateError, RankError
-from bullet_graph.kernels.communicator import Communicator, GroupCommunicator, OrderedCommunicator, collectives_begun
+from bullet_graph.kernels.communicator import Communicator, GlooCommunicator, OrderedCommunicator, collectives_begun
+from bullet_graph.kernels.nccl import NcclCommunicator
 from bullet_graph.partition.masks import LANES, Lane, SmPartition
 from bullet_graph.runtime.executor import Executor
 from bullet_graph.runtime.processes import start_process
@@ -65,16 +66,18 @@ def make_communicators(
     for lane in LANES:
         of_lane = c10d.PrefixStore(lane, store)
         of_lane.set_timeout(timedelta(seconds=_RENDEZVOUS_TIMEOUT_S))
-        # At once, so that a failure can end what follows.
-        made[lane] = group = GroupCommunicator(of_lane, rank, num_ranks, device)
         if device.type == "cpu":
-            made[lane] = OrderedCommunicator(group, lane, shared_marks(folder, num_ranks))
-        elif lane == "decode":
+            gloo = GlooCommunicator(of_lane, rank, num_ranks)
+            made[lane] = OrderedCommunicator(gloo, lane, shared_marks(folder, num_ranks))
+            continue
+        # At once, so that a failure can end what follows.
+        made[lane] = nccl = NcclCommunicator(of_lane, rank, num_ranks, device)
+        if lane == "decode":
             # Published for Linux only.
             from bullet_graph.kernels import peer_reduce  # noqa: PLC0415
 
             if peer_reduce.can_reach(range(first, first + num_ranks)):
-                made[lane] = peer_reduce.PeerCommunicator(group, of_lane, device)
+                made[lane] = peer_reduce.PeerCommunicator(nccl, of_lane, device)
 
 
 class Ranks:
