@@ -4,6 +4,7 @@ import dataclasses
 import math
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from bullet_graph.models.progress import progress_bar
 from bullet_graph.workloads import Arrivals
 
 _GB = 1e9
+_limit = partial(click.option, type=click.FloatRange(min=0, min_open=True), default=math.inf, show_default="no limit")
 
 
 @click.command()
@@ -32,20 +34,8 @@ _GB = 1e9
 @replay_options.gpu_option
 @setting_options(*replay_options.SIMULATED_MODEL, "policy", policy=Policy("auto"))
 @setting_options("max_num_seqs", "max_num_batched_tokens", "max_model_len", "kv_cache_bytes")
-@click.option(
-    "--memory-gb",
-    type=click.FloatRange(min=0, min_open=True),
-    default=math.inf,
-    show_default="no limit",
-    help="Most memory of the captured graphs, in 10⁹ bytes.",
-)
-@click.option(
-    "--time-s",
-    type=click.FloatRange(min=0, min_open=True),
-    default=math.inf,
-    show_default="no limit",
-    help="Most seconds of capturing at a start, without compiling.",
-)
+@_limit("--memory-gb", help="Most memory of the captured graphs, in 10⁹ bytes.")
+@_limit("--time-s", help="Most seconds of capturing at a start, without compiling.")
 @setting_options("seed")
 @click.option("--output", type=FILE, metavar="FILE.toml", help="Write the plan to this file.  [default: to stdout]")
 @click.option("--overwrite", is_flag=True, help="Replace the file of --output if it exists.")

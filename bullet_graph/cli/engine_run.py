@@ -2,14 +2,16 @@
 
 import dataclasses
 import math
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import click
 from rich.console import Console
 
+from bullet_graph.cli import EXIT_ERROR
 from bullet_graph.cli.tables import table_of
 from bullet_graph.config import EngineConfig, Policy
 from bullet_graph.engine.engine import Engine
@@ -54,6 +56,13 @@ def open_engine(config: EngineConfig, *, quiet: bool, trace_decisions: Path | No
         phases = engine.start_report.seconds.items()
         click.echo("start: " + ", ".join(f"{name} {seconds:.1f} s" for name, seconds in phases), err=True)
     return engine
+
+
+def leave_stuck_engine() -> NoReturn:
+    """End the process although the engine's thread has not: an ordinary exit would wait for the device as well."""
+    click.echo("error: the engine's thread is stuck in the device, and is left behind", err=True)
+    sys.stderr.flush()
+    os._exit(EXIT_ERROR)
 
 
 def has_random_weights(config: EngineConfig) -> bool:

@@ -66,7 +66,7 @@ def explain(
         if window.start_s == window.end_s:
             raise ConfigError("--timeline needs a trace with events, but this one has none: trace a run with requests")
         # matplotlib is an extra.
-        from bullet_graph.cli.timeline import draw_timeline  # noqa: PLC0415
+        from bullet_graph.cli.plots import draw_timeline  # noqa: PLC0415
 
         write_result_file(timeline, draw_timeline(timeline.suffix[1:].lower(), trace, window))
     if chrome_trace is not None:

@@ -12,7 +12,7 @@ from bullet_graph.cli.options import FILE, decode_sms_option, json_option, setti
 from bullet_graph.cli.result_file import check_result_file, print_json
 from bullet_graph.cli.tables import print_line, print_table, table_of
 from bullet_graph.config import EngineConfig
-from bullet_graph.perf.accuracy import held_back_errors
+from bullet_graph.perf.profile_plan import held_back_errors
 from bullet_graph.perf.table import format_name
 from bullet_graph.runtime.performance import PROFILED, table_key, table_model, user_table_file
 from bullet_graph.runtime.profile import prepare_profile, profile_model

@@ -92,8 +92,6 @@ gpu_option = click.option(
 )
 num_prompts_option = click.option("--num-prompts", type=COUNT, help="Only the first N requests of the trace.")
 burstiness_option = click.option("--burstiness", default=1.0, help="1: Poisson; less: burstier; more: steadier.")
-
-
 goodput_option = click.option(
     _GOODPUT,
     "slo",

@@ -1,17 +1,14 @@
 """``bullet-graph serve``: an OpenAI-compatible server."""
 
 import asyncio
-import os
 import resource
-import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import click
 
-from bullet_graph.cli import EXIT_ERROR
-from bullet_graph.cli.engine_run import open_engine
+from bullet_graph.cli.engine_run import leave_stuck_engine, open_engine
 from bullet_graph.cli.options import all_of, engine_options, setting_option
 from bullet_graph.cli.result_file import require_extra
 from bullet_graph.config import EngineConfig
@@ -102,10 +99,7 @@ def serve(
             asyncio.run(warm_up(engine))
         ended = run_server(engine, server, listener, on_started)
     if not ended:
-        click.echo("error: the engine's thread is stuck in the device, and is left behind", err=True)
-        sys.stderr.flush()
-        # An ordinary exit would wait for the device as well.
-        os._exit(EXIT_ERROR)
+        leave_stuck_engine()
 
 
 def _read_key(api_key: str | None, path: Path | None) -> str | None:

@@ -3,8 +3,6 @@
 import argparse
 import importlib.metadata
 import json
-import os
-import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,11 +10,10 @@ from typing import Any
 import click
 from platformdirs import user_cache_path
 
-from bullet_graph.cli import EXIT_ERROR
-from bullet_graph.cli.engine_run import open_engine
+from bullet_graph.cli.engine_run import leave_stuck_engine, open_engine
 from bullet_graph.cli.main import ErrorReporting
 from bullet_graph.cli.options import all_of, engine_options, setting_option
-from bullet_graph.cli.result_file import require_extra
+from bullet_graph.cli.result_file import require_extra, write_result_file
 from bullet_graph.config import EngineConfig
 from bullet_graph.errors import BulletGraphError, ConfigError, ModelError
 from bullet_graph.models.presets import PRESETS_OF_BYTES, resolve_model
@@ -100,10 +97,7 @@ def main(
         # Dynamo's runtime, in Rust, has no traceback that tells more.
         raise engine.failure or BulletGraphError(f"Dynamo's runtime has failed: {error}") from None
     if engine.stuck:
-        click.echo("error: the engine's thread is stuck in the device, and is left behind", err=True)
-        sys.stderr.flush()
-        # An ordinary exit would wait for the device as well.
-        os._exit(EXIT_ERROR)
+        leave_stuck_engine()
     if engine.failure is not None:
         raise engine.failure
 
@@ -173,19 +167,13 @@ def model_folder(model: str, revision: str | None) -> Path:
     folder = user_cache_path("bullet_graph") / "dynamo" / found.name
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        _write(folder / "tokenizer.json", tokenizer.to_json())
-        _write(folder / "tokenizer_config.json", json.dumps(settings))
-        _write(folder / "config.json", json.dumps(shape))
-    except OSError as error:
+        # Other workers may be writing them, with the same text, or reading.
+        write_result_file(folder / "tokenizer.json", tokenizer.to_json().encode())
+        write_result_file(folder / "tokenizer_config.json", json.dumps(settings).encode())
+        write_result_file(folder / "config.json", json.dumps(shape).encode())
+    except (OSError, ConfigError) as error:
         raise ConfigError(f"{folder} must take the tokenizer of {model}, and cannot be written: {error}") from error
     return folder
-
-
-def _write(path: Path, text: str) -> None:
-    """Write a file that other workers may be writing, with the same text, or reading."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(path)
 
 
 if __name__ == "__main__":

@@ -18,8 +18,7 @@ from dynamo.llm.exceptions import EngineShutdown, HttpError, InvalidArgument
 from prometheus_client import CollectorRegistry
 
 from bullet_graph.config import KV_BLOCK_TOKENS
-from bullet_graph.dynamo.cache_events import CacheEvents
-from bullet_graph.dynamo.messages import CANCELLED, read_request, write_chunk
+from bullet_graph.dynamo.messages import CANCELLED, CacheEvents, read_request, write_chunk
 from bullet_graph.engine.async_engine import AsyncEngine
 from bullet_graph.engine.engine import Engine
 from bullet_graph.engine.output import OutputKind

@@ -117,12 +117,7 @@ class SimulatedEngine(EngineCore):
             num_layers=model.num_layers,
             trace=trace,
         )
-
-    def now(self) -> float:
-        return self.executor.now()
-
-    def sleep_until(self, time_s: float) -> None:
-        self.executor.sleep_until(time_s)
+        self.now, self.sleep_until = executor.now, executor.sleep_until
 
     def add_request(
         self,

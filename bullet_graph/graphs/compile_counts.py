@@ -26,11 +26,6 @@ class CompileCounts:
     def __add__(self, other: "CompileCounts") -> "CompileCounts":
         return CompileCounts(**{name: count + getattr(other, name) for name, count in asdict(self).items()})
 
-    @property
-    def total(self) -> int:
-        """0: nothing was compiled."""
-        return sum(asdict(self).values())
-
 
 class CompileCounter:
     """Counts during its ``with`` block, in all threads of this process; ``counts`` is complete once the block ends.

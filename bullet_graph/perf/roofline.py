@@ -17,7 +17,6 @@ EXPERT_TILE_ROWS = 64
 
 _SPLIT_STEP_SMS = 16
 
-
 PROJECTIONS = ("qkv", "o", "gate_up", "down")
 """A layer's projections; in a model of experts, gate_up and down are those of every expert."""
 

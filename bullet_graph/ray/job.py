@@ -123,9 +123,9 @@ def run_batch(
             # A dashboard would take seconds of a start on this machine alone.
             ray.init(address, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
             stack.callback(ray.shutdown)
-        workers = _Workers.of(num_workers, settings["device"], settings["tensor_parallel_size"]) if left else None
-        while left and workers is not None:
-            for report in _pass(rows.longest_first(left), folder, settings, workers):
+        workers = _workers(num_workers, settings["device"], settings["tensor_parallel_size"]) if left else (0, 0)
+        while left:
+            for report in _pass(rows.longest_first(left), folder, settings, *workers):
                 if report["failure"]:
                     raise ConfigError(f"a worker cannot start its engine: {report['failure']}")
                 prompt_tokens += report["prompt_tokens"]
@@ -147,30 +147,26 @@ def run_batch(
         )
 
 
-@dataclass(frozen=True, slots=True)
-class _Workers:
-    number: int
-    gpus: int
-
-    @classmethod
-    def of(cls, wanted: int | None, device: str, num_ranks: int) -> "_Workers":
-        """As many as wanted, or as there are GPUs for; a GPU for each rank, all of them of one machine."""
-        found = [int(node["Resources"].get("GPU", 0)) for node in ray.nodes() if node["Alive"]]
-        if device == "cpu" or (device == "auto" and not any(found)):
-            return cls(wanted or 1, 0)
-        most = sum(gpus // num_ranks for gpus in found)
-        if not most:
-            raise ConfigError(
-                f"each worker needs {num_ranks} GPUs of one machine (--tensor-parallel-size), and Ray finds at most "
-                f"{max(found)}: lower it, give --device cpu, or another cluster (--ray-address)"
-            )
-        return cls(wanted or most, num_ranks)
+def _workers(wanted: int | None, device: str, num_ranks: int) -> tuple[int, int]:
+    """As many as wanted, or as there are GPUs for; and the GPUs of each: one for each rank, all of one machine."""
+    found = [int(node["Resources"].get("GPU", 0)) for node in ray.nodes() if node["Alive"]]
+    if device == "cpu" or (device == "auto" and not any(found)):
+        return wanted or 1, 0
+    most = sum(gpus // num_ranks for gpus in found)
+    if not most:
+        raise ConfigError(
+            f"each worker needs {num_ranks} GPUs of one machine (--tensor-parallel-size), and Ray finds at most "
+            f"{max(found)}: lower it, give --device cpu, or another cluster (--ray-address)"
+        )
+    return wanted or most, num_ranks
 
 
-def _pass(table: pa.Table, folder: Path, settings: Mapping[str, Any], workers: _Workers) -> Iterator[dict[str, Any]]:
+def _pass(
+    table: pa.Table, folder: Path, settings: Mapping[str, Any], num_workers: int, num_gpus: int
+) -> Iterator[dict[str, Any]]:
     """Give each row to a worker once, and yield their reports. Rows of a worker that dies have none."""
     # An engine takes longer to start than to answer a few rows.
-    number = min(workers.number, math.ceil(len(table) / _ROWS_PER_TASK))
+    number = min(num_workers, math.ceil(len(table) / _ROWS_PER_TASK))
     size = min(_ROWS_PER_TASK, math.ceil(len(table) / (number * _TASKS_PER_WORKER)))
     # Enough to fill the engine, and one to go on with.
     ahead = min(math.ceil(settings["max_num_seqs"] / size) + 1, _MOST_TASKS_AHEAD)
@@ -190,8 +186,8 @@ def _pass(table: pa.Table, folder: Path, settings: Mapping[str, Any], workers: _
             compute=ray.data.ActorPoolStrategy(
                 size=number, max_tasks_in_flight_per_actor=ahead, max_concurrent_calls_per_actor=ahead
             ),
-            num_gpus=workers.gpus or None,
-            num_cpus=None if workers.gpus else 1,
+            num_gpus=num_gpus or None,
+            num_cpus=None if num_gpus else 1,
             max_task_retries=0,
         )
     yield from reports.iter_rows()

@@ -5,18 +5,20 @@ Only the replicas import torch.
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
 from ray import serve
+from ray.exceptions import RayError, RayTaskError
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
-from starlette.types import Message, Scope
+from ray.serve.handle import DeploymentHandle
+from starlette.types import Message, Receive, Scope, Send
 
 from bullet_graph.config import EngineConfig
 from bullet_graph.errors import ConfigError
-from bullet_graph.ray.front import Front
 from bullet_graph.serve.answers import after_body
+from bullet_graph.serve.forward import EngineGoneError, Forwarder
 from bullet_graph.serve.settings import SERVE_SETTINGS, ServeSettings
 
 _OF_HTTP = ("host", "port", "max_connections", "max_headers", "max_header_bytes", "header_timeout_s", "write_timeout_s")
@@ -124,29 +126,23 @@ def deployment(
     # Serve decides which address listens. With one of all, the app takes any `Host`.
     server = {"served_model_name": model, "host": "0.0.0.0"} | of_server
     checked = ServeSettings(**server)
-    fixed = max_replicas is None or max_replicas == min_replicas
-    scaling = (
-        None
-        if fixed
-        else AutoscalingConfig(
-            min_replicas=min_replicas,
-            max_replicas=max_replicas,
-            upscale_delay_s=upscale_delay_s,
-            downscale_delay_s=downscale_delay_s,
-            policy=AutoscalingPolicy(
-                policy_function="bullet_graph.ray.replicas:Scaler",
-                policy_kwargs={
-                    "target_queue_len": target_queue_len,
-                    "target_ttft_ms": target_ttft_ms,
-                    "max_num_seqs": engine.max_num_seqs,
-                },
-            ),
-        )
-    )
+    number: dict[str, Any] = {"num_replicas": min_replicas}
+    if max_replicas not in (None, min_replicas):
+        targets = {"target_queue_len": target_queue_len, "target_ttft_ms": target_ttft_ms}
+        targets["max_num_seqs"] = engine.max_num_seqs
+        number = {
+            "autoscaling_config": AutoscalingConfig(
+                min_replicas=min_replicas,
+                max_replicas=max_replicas,
+                upscale_delay_s=upscale_delay_s,
+                downscale_delay_s=downscale_delay_s,
+                policy=AutoscalingPolicy(policy_function="bullet_graph.ray.replicas:Scaler", policy_kwargs=targets),
+            )
+        }
     engines = serve.deployment(
         EngineReplica,
         name="engine",
-        **({"num_replicas": min_replicas} if fixed else {"autoscaling_config": scaling}),
+        **number,
         ray_actor_options={"num_gpus": 0 if engine.device == "cpu" else engine.tensor_parallel_size, "num_cpus": 1},
         # The app's own limits come first: it answers 429.
         max_ongoing_requests=checked.max_queue_len + engine.max_num_seqs,
@@ -188,3 +184,63 @@ def _value(text: Any) -> Any:
         return json.loads(text) if isinstance(text, str) else text
     except ValueError:
         return text
+
+
+# ---- the front, which needs no GPU and little memory ----
+
+_PARTS = ("type", "asgi", "http_version", "method", "scheme", "path", "raw_path", "query_string", "headers", "client")
+
+
+class Front:
+    """Takes requests for the replicas: Serve's router sees a request's prompt only behind the first deployment."""
+
+    def __init__(self, engines: DeploymentHandle, max_body_bytes: int) -> None:
+        self._app = _RayForwarder(engines, max_body_bytes)
+
+    def __serve_build_asgi_app__(self) -> "_RayForwarder":
+        return self._app
+
+
+class _RayForwarder(Forwarder):
+    def __init__(self, engines: DeploymentHandle, max_body_bytes: int) -> None:
+        super().__init__()
+        self._engines = engines.options(method_name="asgi", stream=True)
+        self._max_body_bytes = max_body_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            while (message := await receive())["type"] != "lifespan.shutdown":
+                await send({"type": f"{message['type']}.complete"})
+            await send({"type": "lifespan.shutdown.complete"})
+            return
+        body = await self._body(receive)
+        if body is None:
+            return
+        asked = {name: scope[name] for name in _PARTS if name in scope}
+        asked.setdefault("raw_path", scope["path"].encode())
+        await super().__call__(asked, after_body(body, receive), send)
+
+    async def _body(self, receive: Receive) -> bytes | None:
+        """The body, cut where the app refuses it; None if the client has left."""
+        body, more = bytearray(), True
+        while more:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                return None
+            body += message.get("body", b"")[: self._max_body_bytes + 1 - len(body)]
+            more = message.get("more_body", False)
+        return bytes(body)
+
+    async def answer(self, scope: Scope, body: bytes, keys: Sequence[bytes]) -> AsyncGenerator[Message, None]:
+        answer = self._engines.remote(scope, body, keys)
+        try:
+            async for messages in answer:
+                for message in messages:
+                    yield message
+        except RayTaskError:
+            raise  # not of the replica: of the request
+        except RayError as error:
+            raise EngineGoneError(f"a replica: {error}") from error
+        except (asyncio.CancelledError, GeneratorExit):
+            answer.cancel()
+            raise

@@ -12,8 +12,7 @@ import torch
 
 from bullet_graph.config import KV_BLOCK_TOKENS, EngineConfig
 from bullet_graph.errors import ConfigError
-from bullet_graph.graphs.capture_order import CaptureReport
-from bullet_graph.graphs.capture_plan import CapturePlan, default_plan, named_plan
+from bullet_graph.graphs.capture_plan import CapturePlan, CaptureReport, default_plan, named_plan
 from bullet_graph.graphs.compile_counts import CompileCounts
 from bullet_graph.graphs.compiled import CompiledPart, LayerPart
 from bullet_graph.graphs.key import batch_size_buckets

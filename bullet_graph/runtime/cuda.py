@@ -2,22 +2,21 @@
 
 import dataclasses
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from itertools import count
+from itertools import count, groupby
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from bullet_graph.config import EngineConfig
+from bullet_graph.config import EngineConfig, ReadyName
 from bullet_graph.errors import ConfigError
-from bullet_graph.graphs.capture_order import CaptureReport
-from bullet_graph.graphs.capture_plan import CapturePlan
+from bullet_graph.graphs.capture_plan import CaptureKey, CapturePlan, CaptureProgress, CaptureReport, PieceKey, hot_keys
 from bullet_graph.graphs.compiled import PartCompiler, compile_now
 from bullet_graph.graphs.decode_graph import DecodeGraphs, DecodeInputs
-from bullet_graph.graphs.engine_graphs import EngineGraphs
 from bullet_graph.graphs.piecewise import PiecewiseGraphs
 from bullet_graph.kernels.communicator import ALONE, Communicators
 from bullet_graph.kernels.gpu import Gpu
@@ -25,6 +24,7 @@ from bullet_graph.kernels.memory import Uploader
 from bullet_graph.kernels.sampler import SamplingState, token_logprobs
 from bullet_graph.kernels.triton_ops import TritonOps
 from bullet_graph.models.decoder import Decoder
+from bullet_graph.models.progress import progress_bar
 from bullet_graph.partition.backend import PartitionBackend
 from bullet_graph.partition.masks import WHOLE_GPU, Lane, SmPartition
 from bullet_graph.perf.start_report import StartClock
@@ -339,9 +339,86 @@ class CudaExecutor(Executor):
             return
         backend = self._backend
         self.__dict__.clear()
-        backend.close()
+        # Frames may hold pinned memory, which asks its streams as it is freed.
         clear_frames(failure)
+        backend.close()
         torch.cuda.empty_cache()
 
     def _stream(self, lane: Lane, partition: SmPartition) -> torch.cuda.Stream:
         return lane_stream(self._backend, lane, partition, self._device)
+
+
+class EngineGraphs(CaptureProgress):
+    """Captures a plan's graphs, in the order of :func:`~bullet_graph.graphs.capture_plan.capture_order`.
+
+    ``pieces`` are made for the plan's rows, and not captured yet.
+    """
+
+    def __init__(self, decode: DecodeGraphs, pieces: PiecewiseGraphs, plan: CapturePlan, *, num_layers: int) -> None:
+        super().__init__(plan, num_layers)
+        self._decode = decode
+        self._pieces = pieces
+        self._num_hot = len(hot_keys(plan))
+
+    def capture_first(
+        self, ready: ReadyName, bind: Callable[[SmPartition], torch.cuda.Stream], clock: StartClock, *, progress: bool
+    ) -> CaptureReport:
+        """Compile, and capture the graphs that an engine needs to be ready; waits for its own launches alone.
+
+        ``bind`` binds the decode lane's stream to a partition, and returns it.
+        """
+        start_s = time.perf_counter()
+        free_before, _ = torch.cuda.mem_get_info()
+        with clock.phase("kernels"):
+            self._decode.compile()
+        compiled_s = time.perf_counter()
+        keys = self.missing[: self._num_hot if ready == "hot" else None]
+        with progress_bar(progress, total=len(keys), desc="Capturing graphs", unit="graph") as advance:
+            for kind, of_kind in groupby(keys, type):
+                with clock.phase("piecewise graphs" if kind is PieceKey else "decode graphs"):
+                    for key in of_kind:
+                        self._capture(key, bind(key.partition))
+                        advance(1)
+        bind(WHOLE_GPU).synchronize()
+        free_after, _ = torch.cuda.mem_get_info()
+        return CaptureReport(
+            num_graphs=len(keys),
+            compile_seconds=compiled_s - start_s,
+            capture_seconds=time.perf_counter() - compiled_s,
+            num_bytes=free_before - free_after,
+        )
+
+    @property
+    def next_partition(self) -> SmPartition | None:
+        """The partition whose stream the next :meth:`prepare_next` needs; None: nothing is left."""
+        key = self.next
+        if key is not None:
+            return key.partition
+        return WHOLE_GPU if self._pieces.untimed else None
+
+    def prepare_next(self, stream: torch.cuda.Stream) -> None:
+        """Capture the next graph on this stream; once all are captured, time the next size of piecewise graphs."""
+        key = self.next
+        if key is not None:
+            self._capture(key, stream)
+            return
+        with _beside_nothing(stream):
+            self._pieces.time_next()
+
+    def _capture(self, key: CaptureKey, stream: torch.cuda.Stream) -> None:
+        with _beside_nothing(stream):
+            if isinstance(key, PieceKey):
+                self._pieces.capture_piece(key.rows, key.layer)
+            else:
+                self._decode.capture_one(key, stream)
+        self.note(key)
+
+
+@contextmanager
+def _beside_nothing(stream: torch.cuda.Stream) -> Iterator[None]:
+    """Work on a stream after all earlier work of the current one, and before all later work: they share buffers."""
+    current = torch.cuda.current_stream()
+    stream.wait_stream(current)
+    with torch.cuda.stream(stream):
+        yield
+    current.wait_stream(stream)

@@ -19,6 +19,7 @@ from cli_runner import parsed, refused, run
 from bullet_graph import CaptureCacheWarning, ConfigError, Engine
 from bullet_graph.captures.manifest import list_files
 from bullet_graph.captures.store import MANIFEST_NAME, CaptureStore, Entry
+from bullet_graph.graphs.compile_counts import CompileCounts
 from bullet_graph.graphs.compiled import CompiledPart, LayerPart
 from bullet_graph.models.presets import PRESETS
 from bullet_graph.runtime import capture_cache
@@ -36,7 +37,7 @@ PACKAGE = "layers/attention_output.pt2"
 def expected() -> list[list[int]]:
     """What an engine that compiles nothing generates."""
     with Engine("tiny", device="cpu", **SETTINGS) as engine:
-        assert engine.compiles.total == 0
+        assert engine.compiles == CompileCounts()
         return tokens_of(engine)
 
 
@@ -85,7 +86,7 @@ def test_in_this_process(
 ) -> None:
     before = dict(os.environ)
     with engine_from(store) as engine:
-        assert engine.compiles.total == 0
+        assert engine.compiles == CompileCounts()
         assert engine.cache_use.problems == ()
         assert {"capture cache", "self-check"} <= engine.start_report.seconds.keys()
         assert tokens_of(engine) == expected

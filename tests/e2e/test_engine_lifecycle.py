@@ -1,8 +1,10 @@
 """Shutdown, failures and interrupts of an engine on the CPU, also between the slices of a prefill."""
 
+import asyncio
 import gc
+import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -21,7 +23,7 @@ from engines import (
     tokens_of,
 )
 
-from bullet_graph import Engine, EngineDeadError
+from bullet_graph import AsyncEngine, Engine, EngineDeadError
 from bullet_graph.kernels.attention import ReferenceAttention
 from bullet_graph.runtime.cpu import CpuExecutor
 from bullet_graph.runtime.executor import keep_for_ever
@@ -208,3 +210,85 @@ def test_an_interrupt_of_a_batch_leaves_nothing_under_way(
         assert tokens_of(output) == [model.greedy(PROMPT, 12)]
         run_to_end(engine)
         assert engine.stats().kv_blocks_used == 0
+
+
+# ---- ready before all is captured: it captures the rest, and its executor only counts what is missing ----
+
+
+NUM_MISSING = 3
+
+
+class Missing:
+    """Makes the CPU's executor one that has graphs to capture."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.left = NUM_MISSING
+        self.done = threading.Event()
+        self.error: Exception | None = None
+        monkeypatch.setattr(CpuExecutor, "num_missing_graphs", property(lambda _: self.left), raising=False)
+        monkeypatch.setattr(CpuExecutor, "prepare_next", lambda _: self.prepare())
+
+    def prepare(self) -> bool:
+        if self.error is not None:
+            raise self.error
+        if not self.left:
+            self.done.set()
+            return False
+        self.left -= 1
+        return True
+
+
+@pytest.fixture
+def missing(monkeypatch: pytest.MonkeyPatch) -> Missing:
+    return Missing(monkeypatch)
+
+
+@pytest.fixture
+def engine(missing: Missing) -> Iterator[Engine]:
+    del missing
+    with make_engine(ready="hot") as engine:
+        yield engine
+
+
+def test_the_statistics_tell_what_is_missing(engine: Engine) -> None:
+    assert engine.stats().num_missing_graphs == NUM_MISSING
+    assert [engine.prepare_next() for _ in range(4)] == [True, True, True, False]
+    assert engine.stats().num_missing_graphs == 0
+
+
+def test_waiting_for_a_time_captures_what_there_is_time_for(engine: Engine) -> None:
+    engine.sleep_until(engine.now() + 0.001)
+    assert engine.stats().num_missing_graphs == NUM_MISSING
+    until_s = engine.now() + 0.1
+    engine.sleep_until(until_s)
+    assert engine.stats().num_missing_graphs == 0
+    assert engine.now() >= until_s
+
+
+def test_steps_capture_as_well(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    ticks = iter(range(100_000))
+    monkeypatch.setattr(CpuExecutor, "now", lambda _: float(next(ticks)))
+    assert engine.generate([[1, 2, 3]], GREEDY, use_tqdm=False)[0].error is None
+    assert engine.stats().num_missing_graphs == 0
+
+
+async def test_an_idle_engine_captures_and_still_listens(missing: Missing) -> None:
+    async with AsyncEngine(make_engine(ready="hot")) as engine:
+        assert await asyncio.to_thread(missing.done.wait, 10), "it waits for requests instead"
+        outputs = [output async for output in engine.generate([1, 2, 3], GREEDY)]
+        assert outputs[-1].finished
+    assert missing.left == 0
+
+
+@pytest.mark.parametrize(
+    ("call", "doing"), [(Engine.prepare_next, "capturing a graph"), (Engine.step, "running a step")]
+)
+def test_a_capture_that_fails_ends_the_engine(
+    engine: Engine, missing: Missing, call: Callable[[Engine], object], doing: str
+) -> None:
+    engine.add_request("under way", [1, 2], GREEDY)
+    missing.error = RuntimeError("the stream was invalidated")
+    with pytest.raises(EngineDeadError, match=f"failed while {doing}: the stream was invalidated"):
+        call(engine)
+    with pytest.raises(EngineDeadError, match="has failed"):
+        engine.add_request("a", [1])

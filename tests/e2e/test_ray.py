@@ -30,7 +30,7 @@ from ray._private.node import Node  # noqa: E402
 from ray.serve.request_router import RequestRouter  # noqa: E402
 
 from bullet_graph.ray.batch_files import CHAT  # noqa: E402
-from bullet_graph.ray.job import _Worker, _Workers  # noqa: E402
+from bullet_graph.ray.job import _Worker, _workers  # noqa: E402
 from bullet_graph.ray.replicas import PrefixRouter, Scaler  # noqa: E402
 
 ENGINE = {"device": "cpu", "kv_cache_bytes": 4 << 20, "max_model_len": 512, "cpu_threads": 1, "max_num_seqs": 32}
@@ -124,7 +124,7 @@ def kill_one_worker(folder: Path, num_written: list[int]) -> None:
     num_written.append(found)
 
 
-def in_this_process(table: Any, folder: Path, settings: dict[str, Any], _: object) -> Iterator[dict[str, Any]]:
+def in_this_process(table: Any, folder: Path, settings: dict[str, Any], *_: object) -> Iterator[dict[str, Any]]:
     """For `_pass`: one worker, without Ray."""
     yield from asyncio.run(_Worker(str(folder), settings)(table)).to_pylist()
 
@@ -351,13 +351,13 @@ async def test_requests_with_one_prompt_that_come_together_go_to_one_replica(mon
 def test_workers_and_replicas_take_a_gpu_for_each_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     machines = [{"Alive": True, "Resources": {"GPU": float(gpus)}} for gpus in (8, 3)]
     monkeypatch.setattr(ray, "nodes", lambda: [*machines, {"Alive": True, "Resources": {}}])
-    assert _Workers.of(None, "auto", 2) == _Workers(number=5, gpus=2)
-    assert _Workers.of(3, "cuda", 1) == _Workers(number=3, gpus=1)
-    assert _Workers.of(None, "cpu", 2) == _Workers(number=1, gpus=0)
+    assert _workers(None, "auto", 2) == (5, 2)
+    assert _workers(3, "cuda", 1) == (3, 1)
+    assert _workers(None, "cpu", 2) == (1, 0)
     with pytest.raises(ConfigError, match=r"16 GPUs of one machine .* at most 8"):
-        _Workers.of(2, "auto", 16)
+        _workers(2, "auto", 16)
     machines.clear()
-    assert _Workers.of(2, "auto", 2) == _Workers(number=2, gpus=0)
+    assert _workers(2, "auto", 2) == (2, 0)
     for settings, gpus in (({"tensor_parallel_size": 4}, 4), ({"device": "cpu", "tensor_parallel_size": 4}, 0)):
         engines = bullet_graph.ray.deployment("tiny", **settings)._bound_deployment.init_args[0]
         assert engines._bound_deployment.ray_actor_options["num_gpus"] == gpus

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from bullet_graph.config import EngineConfig
 from bullet_graph.errors import ConfigError
-from bullet_graph.graphs.capture_order import CaptureProgress, PieceKey, capture_order, hot_keys
 from bullet_graph.graphs.capture_plan import (
     DECODE_GRAPH_BYTES,
     DECODE_GRAPH_S,
@@ -21,9 +20,13 @@ from bullet_graph.graphs.capture_plan import (
     PIECE_S,
     PLAN_DTYPES,
     CapturePlan,
+    CaptureProgress,
     DecodeSizes,
+    PieceKey,
+    capture_order,
     default_plan,
     format_plan,
+    hot_keys,
     load_plan,
     parse_plan,
 )

@@ -24,9 +24,8 @@ def test_what_dynamo_traces() -> None:
     with CompileCounter(gpu=False) as again:
         compiled(torch.ones(3))
     torch._dynamo.reset()
-    assert counter.counts.dynamo_frames == 1
+    assert counter.counts == CompileCounts(dynamo_frames=1)
     assert again.counts == CompileCounts()
-    assert (counter.counts.total, again.counts.total) == (1, 0)
 
 
 def test_triton_s_listener_is_put_back() -> None:
@@ -70,4 +69,3 @@ def test_modules_that_flashinfer_builds_meanwhile(monkeypatch: pytest.MonkeyPatc
 def test_sums() -> None:
     both = CompileCounts(cpp=2, triton=1) + CompileCounts(dynamo_frames=3, triton=4)
     assert both == CompileCounts(dynamo_frames=3, cpp=2, triton=5)
-    assert both.total == 10

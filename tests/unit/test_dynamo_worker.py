@@ -18,8 +18,7 @@ from cli_runner import refused
 from click.testing import CliRunner
 
 from bullet_graph.dynamo import __main__ as command
-from bullet_graph.dynamo.cache_events import CacheEvents, Event, event_of, hash_of
-from bullet_graph.dynamo.messages import read_request, write_chunk
+from bullet_graph.dynamo.messages import CacheEvents, Message, event_of, hash_of, read_request, write_chunk
 from bullet_graph.engine.block_pool import BlocksRemoved, BlocksStored
 from bullet_graph.engine.output import CompletionOutput, RequestOutput, TokenLogprobs
 from bullet_graph.errors import ConfigError, ModelError, RequestError, SamplingParamsError
@@ -189,10 +188,10 @@ class Published:
     """A publisher; the first batch fails."""
 
     def __init__(self) -> None:
-        self.batches: list[list[Event]] = []
+        self.batches: list[list[Message]] = []
         self.loads: queue.SimpleQueue[float] = queue.SimpleQueue()
 
-    def publish_batch(self, events: Sequence[Event]) -> None:
+    def publish_batch(self, events: Sequence[Message]) -> None:
         self.batches.append([*events])
         if len(self.batches) == 1:
             raise RuntimeError("the event plane is gone")

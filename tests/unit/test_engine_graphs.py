@@ -14,8 +14,7 @@ import torch
 from capture_plans import NARROW
 
 from bullet_graph.config import EngineConfig, Policy
-from bullet_graph.graphs.capture_order import PieceKey, capture_order, hot_keys
-from bullet_graph.graphs.capture_plan import DecodeSizes
+from bullet_graph.graphs.capture_plan import DecodeSizes, PieceKey, capture_order, hot_keys
 from bullet_graph.graphs.decode_graph import DecodeGraphs
 from bullet_graph.graphs.key import GraphKey
 from bullet_graph.graphs.piecewise import PiecewiseGraphs

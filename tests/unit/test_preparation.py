@@ -9,8 +9,14 @@ from examples import few
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bullet_graph.graphs.capture_order import CaptureKey, CaptureProgress, capture_order, hot_keys
-from bullet_graph.graphs.capture_plan import CapturePlan, DecodeSizes
+from bullet_graph.graphs.capture_plan import (
+    CaptureKey,
+    CapturePlan,
+    CaptureProgress,
+    DecodeSizes,
+    capture_order,
+    hot_keys,
+)
 from bullet_graph.partition.masks import WHOLE_GPU, SmPartition
 from bullet_graph.planner.plan import ChunkLoad, DecodeLoad, Load, PromptLoad
 from bullet_graph.planner.slack import PREPARE_MS, PREPARE_SHARE, spare_ms
