@@ -49,6 +49,12 @@ class Source:
         return cards.pop() if len(cards) == 1 else None
 
     @property
+    def origin(self) -> tuple[object, ...]:
+        """Card and commit, so that files may be compared; a file of several of them stands alone."""
+        commits = {one.get("git_commit") for one in self.provenances}
+        return (self.card, *commits) if self.card and len(commits) == 1 else (self.name,)
+
+    @property
     def has_command(self) -> bool:
         """Whether the file records the command line that made it."""
         return any(one.get("argv") or one.get("command") for one in self.entries)
@@ -117,14 +123,16 @@ class Searched:
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What systems of one file are compared at.
+    """What systems of one file, or of one card and commit, are compared at.
 
     Attributes:
+        files: their names.
         own: this engine's cells by system.
         peers: the others'.
     """
 
     source: Source
+    files: list[str]
     workload: str
     num_prompts: int | None
     slo: str
@@ -140,6 +148,10 @@ class Task:
         return f"{settings['model']}{formats}{f', {ranks} GPUs' * (ranks > 1)}"
 
     @property
+    def file(self) -> str:
+        return "`, `".join(self.files)
+
+    @property
     def short(self) -> str:
         """Such as ``conv, TTFT 500 ms, TPOT 15 ms``."""
         name = self.workload.partition(":")[2] or self.workload
@@ -150,9 +162,8 @@ class Task:
 
     @property
     def is_search(self) -> bool:
-        """Whether it is for goodputs, and not for figures at given rates (older files) or all at once."""
-        settings = self.source.fields["settings"]
-        return not settings.get("all_at_once") and ("smoke" in settings or settings.get("rates") is None)
+        """Whether it is for goodputs, and not all at once."""
+        return not self.source.fields["settings"].get("all_at_once")
 
     def searched(self, share: float = min(SHARES)) -> tuple[Searched, list[Searched]]:
         """This engine's search for the rate that serves a share, and the peers'."""
@@ -162,19 +173,23 @@ class Task:
 
 
 def tasks_of(sources: Sequence[Source]) -> list[Task]:
-    """What this engine and a peer were compared at; of the same searches, the newest file's."""
-    tasks: dict[tuple[object, ...], Task] = {}
+    """What this engine and a peer were compared at, at one load at least; of the same searches, the newest."""
+    found: dict[tuple[object, ...], Task] = {}
     for source in sorted(filter(lambda one: one.is_comparison, sources), key=lambda one: one.date):
-        found: dict[tuple[str, int | None, str], Task] = {}
         for cell in source.fields["cells"]:
-            key = cell["workload"], cell["num_prompts"], cell["slo"]
-            task = found.setdefault(key, Task(source, *key, {}, {}))
-            is_own = cell["system"].split()[0] == OWN
-            (task.own if is_own else task.peers)[cell["system"]] = cell
-        for key, task in found.items():
-            if task.own and task.peers:
-                # The number of requests of a search differs from run to run; all at once it is the work.
-                tasks[task.model, key[0], key[2], None if task.is_search else key[1]] = task
+            new = Task(source, [], cell["workload"], cell["num_prompts"], cell["slo"], {}, {})
+            key = source.origin, new.model, new.is_search, new.workload, new.num_prompts, new.slo
+            task = found.setdefault(key, new)
+            side = task.own if cell["system"].split()[0] == OWN else task.peers
+            before = side.get(cell["system"], {"runs": []})
+            side[cell["system"]] = {**cell, "runs": [*before["runs"], *cell["runs"]]}
+            task.files.extend({source.name}.difference(task.files))
+    tasks: dict[tuple[object, ...], Task] = {}
+    for task in found.values():
+        loads = [{run["request_rate"] for c in side.values() for run in c["runs"]} for side in (task.own, task.peers)]
+        if loads[0] & loads[1]:
+            # The number of requests of a search differs from run to run; all at once it is the work.
+            tasks[task.model, task.workload, task.slo, None if task.is_search else task.num_prompts] = task
     return sorted(tasks.values(), key=lambda task: (task.model, task.workload, task.slo, task.source.name))
 
 

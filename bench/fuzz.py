@@ -22,7 +22,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -249,31 +249,18 @@ def changed(data: bytes, rng: random.Random) -> bytes:
 def sample_model(folder: Path) -> None:
     """A small model folder: config, tokenizer and weights."""
     import tokenizers  # noqa: PLC0415 - only this process needs torch and what comes with it
-    import torch  # noqa: PLC0415
-    from safetensors.torch import save_file  # noqa: PLC0415
 
-    from bullet_graph.models.weights import weight_shapes  # noqa: PLC0415
+    from bench.peers.model_folder import write_model_folder, write_weights  # noqa: PLC0415
 
-    tiny = PRESETS["tiny"]
-    fields = {
-        "architectures": [tiny.architecture],
+    sizes: dict[str, Any] = {
         "hidden_size": 8,
         "intermediate_size": 16,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "num_hidden_layers": 2,
+        "num_heads": 2,
+        "num_kv_heads": 1,
         "head_dim": 4,
-        "vocab_size": 32,
-        "max_position_embeddings": 64,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 1e4,
-        "tie_word_embeddings": False,
-        "torch_dtype": "float32",
-        "eos_token_id": 1,
     }
-    (folder / "config.json").write_text(json.dumps(fields))
-    shapes = weight_shapes(load_model_config(folder))
-    save_file({name: torch.zeros(shape) for name, shape in shapes.items()}, folder / "model.safetensors")
+    config = replace(PRESETS["tiny"], **sizes, vocab_size=32, max_position_embeddings=64, eos_token_ids=(1,))
+    write_weights(write_model_folder(folder, config), config, seed=0, device="cpu")
     vocabulary = {chr(97 + index): index for index in range(26)}
     model = tokenizers.models.BPE(vocabulary, [])
     tokenizers.Tokenizer(model).save(str(folder / "tokenizer.json"))

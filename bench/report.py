@@ -13,6 +13,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import click
@@ -90,32 +91,25 @@ def goodput_rows(task: Task) -> Iterator[Row]:
                 continue  # the peer's search has not ended
         texts = (text + one.tail for text, one in ((own.text, own), (shown, best)))
         name = f"goodput_{100 * share:.0f}, {task.model}, {task.short}"
-        yield Row(name, *texts, ratio, file=task.source.name)
+        yield Row(name, *texts, ratio, file=task.file)
 
 
 def load_rows(task: Task, sources: Sequence[Source]) -> Iterator[Row]:
-    """Figures at given loads: time and energy all at once, p99 ITL at rates; the best setting of each side counts."""
-    name = task.short.partition(",")[0]
-    rates = {run["request_rate"] for cell in task.own.values() for run in runs_of(cell)}
-    once = "duration", "s", 1.0, 2
-    at_rates = ((f"at {rate:.3g}/s, p99 ITL", rate, ("p99_itl_ms", "ms", 1.0, 1)) for rate in sorted(rates))
-    for load, rate, (field, unit, scale, digits) in [("at once", None, once), *at_rates]:
-        own, peer = best_of(task.own, rate, field), best_of(task.peers, rate, field)
-        if own is None or peer is None:
-            continue
-        limit = workload_limit_s(task, sources) if rate is None else None
-        sides = [f"{value * scale:.{digits}f} {unit}" for value in (own[1], peer[1])]
-        ratio = f"{own[1] / peer[1]:.2f}×"
-        joules = [best_of(cells, rate, "joules_per_token") for cells in (task.own, task.peers)]
-        if rate is None and joules[0] and joules[1]:
-            sides = [
-                f"{side}, {1e3 * each[1]:.1f} mJ a token" for side, each in zip(sides, joules, strict=True) if each
-            ]
-            ratio += f", {joules[0][1] / joules[1][1]:.2f}×"
-        yield Row(
-            f"{name}, {task.num_prompts} {load}, {task.model} ({own[0].removeprefix(OWN).strip()})",
-            *(*sides, ratio, "–" if limit is None else f"{limit:.2f} s ({own[1] / limit:.3f}×)", task.source.name),
-        )
+    """Time and energy all at once; the best setting of each side counts."""
+    own, peer = (best_of(cells, None, "duration") for cells in (task.own, task.peers))
+    if own is None or peer is None:
+        return
+    limit = workload_limit_s(task, sources)
+    sides = [f"{seconds:.2f} s" for _, seconds in (own, peer)]
+    ratio = f"{own[1] / peer[1]:.2f}×"
+    joules = [best_of(cells, None, "joules_per_token") for cells in (task.own, task.peers)]
+    if joules[0] and joules[1]:
+        sides = [f"{side}, {1e3 * each[1]:.1f} mJ a token" for side, each in zip(sides, joules, strict=True) if each]
+        ratio += f", {joules[0][1] / joules[1][1]:.2f}×"
+    name = (
+        f"{task.short.partition(',')[0]}, {task.num_prompts} at once, {task.model} ({own[0].removeprefix(OWN).strip()})"
+    )
+    yield Row(name, *sides, ratio, "–" if limit is None else f"{limit:.2f} s ({own[1] / limit:.3f}×)", task.file)
 
 
 # ---- limits ----
@@ -248,11 +242,11 @@ def fleet_rows(folder: Path) -> Iterator[str]:
 
 
 def simulated_rows(folder: Path) -> Iterator[str]:
-    """Measured and simulated figures of each run that ``bench.simulator_error`` has simulated."""
+    """Each fastest stable run, measured and simulated (``bench.simulator_error``); then how far all of them differ."""
     path = folder / "error.json"
-    for row in json.loads(path.read_text(encoding="utf-8"))["rows"] if path.is_file() else ():
-        if not row["stable"]:
-            continue
+    found = json.loads(path.read_text(encoding="utf-8"))["rows"] if path.is_file() else ()
+    stable = sorted((row for row in found if row["stable"]), key=lambda row: float(row["request_rate"]))
+    for row in {tuple(row[key] for key in ("gpu", "model", "workload", "slo")): row for row in stable}.values():
         ways = row["measured"], row["simulated"]
         cells = (
             " / ".join(f"{scale * way[name]:,.{digits}f}" for way in ways)
@@ -263,6 +257,9 @@ def simulated_rows(folder: Path) -> Iterator[str]:
         name = f"{row['gpu'].upper()}: {model}{Path(row['workload'].rpartition(':')[2]).stem}"
         split = f"{100 * row['split_share']:.0f}"
         yield f"| {name}, {row['request_rate']:.3g}/s | {' | '.join(cells)} | {others} | {split} |"
+    if off := [abs(row["measured"]["slo_attainment"] - row["simulated"]["slo_attainment"]) for row in stable]:
+        apart = f"{100 * median(off):.1f} points apart in the median, {100 * max(off):.1f} at most"
+        yield f"\nOn time, all {len(off)} runs: {apart}."
 
 
 # ---- the report ----
@@ -314,10 +311,10 @@ sharing wins. \\*: < 120 s of arrivals.
 SIMULATED = """
 ## Simulated beside measured
 
-Stable runs of `auto`: measured / simulated with the current planner (`python -m bench.simulator_error`); then
-who is on time under `mixed` and `split`, and the share of device time that `auto` runs split.
-llama-3.1-8b where no model is named. Chats were measured before the planner kept room for decode; common
-blocks, read once in the first four runs of the H100's, are not simulated.
+The fastest stable run of `auto` for each: measured / simulated with the current planner
+(`python -m bench.simulator_error`); then who is on time under `mixed` and `split`, and the share of device time that
+`auto` runs split. llama-3.1-8b where no model is named. That chats with one system prompt read its keys once is not
+simulated.
 
 | GPU, requests, rate | on time, % | median TPOT, ms | p99 TTFT, ms | `mixed` / `split` | split, % |
 | --- | ---: | ---: | ---: | ---: | ---: |

@@ -105,6 +105,23 @@ def test_figures_ratios_and_limits(results: Path, tmp_path: Path) -> None:
     assert all(f"> {label}<" in chart for label in ("≥ 24/s", "20/s", "900", "10"))
 
 
+def test_runs_of_one_card_and_commit_count_as_one_and_without_a_common_load_there_is_no_comparison(
+    results: Path, tmp_path: Path
+) -> None:
+    write_comparison(results / "own_faster.json", cell(AUTO, run_at(25, 0.91)), date="2026-01-03")
+    write_comparison(results / "apart.json", cell(AUTO, run_at(5, 1.0)), cell(VLLM_512, run_at(4, 1.0)), model="tiny")
+    found = json.loads((results / "own_faster.json").read_text())
+    found["provenance"]["git_commit"] = "another"
+    (results / "other_commit.json").write_text(json.dumps(found))
+    output = tmp_path / "REPORT.md"
+    assert report("--results", results, "--output", output).exit_code == 0
+    text = output.read_text(encoding="utf-8")
+    assert (
+        "| ≥ 25/s, p99 TTFT 10 ms | 20/s, p99 TTFT 10 ms | ≥ 1.25× | – | `peers_conv.json`, `own_faster.json` |" in text
+    )
+    assert "tiny" not in text
+
+
 def test_a_measured_run_is_simulated_by_its_own_settings(tmp_path: Path) -> None:
     run = run_at(1.5, 0.9, sustained=True, system_settings={"kv_cache_tokens": 160_000})
     own = cell("bullet_graph auto", run, run_at(3.0, 0.9, sustained=False), slo="ttft:500ms tpot:50ms")
