@@ -79,8 +79,8 @@ class PlannerTuning:
     late_period_s: float = 0.03125
     # While no prompt waits, decode steps of several sequences begin at most this share of the TPOT target apart, and at
     # most this many times their own duration.
-    unhurried_share: float = 0.6
-    unhurried_ratio: float = 1.5
+    unhurried_share: float = 0.75
+    unhurried_ratio: float = 2.0
 
 
 TUNING = PlannerTuning()

@@ -264,7 +264,7 @@ def test_a_collective_under_way_does_not_abort_the_program_at_its_end() -> None:
         engine = Engine("tiny", device="cpu", tensor_parallel_size=2)
         ranks = engine._executor._ranks
         def begin(inner):
-            inner._group.allreduce([torch.zeros(1)], inner._reduce).get_future().then(lambda _: time.sleep(1))
+            inner._group.allreduce([torch.zeros(1)]).get_future().then(lambda _: time.sleep(1))
         begin(ranks.communicators["decode"]._inner)
         ranks._processes[0].kill()
     """
