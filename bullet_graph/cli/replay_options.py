@@ -58,10 +58,6 @@ def _parse_goodput(_: click.Context, __: click.Parameter, values: tuple[str, ...
     return Slo.parse(text for value in values for text in re.split(r"[\s,]+", value.strip()))
 
 
-def _parse_policies(_: click.Context, __: click.Parameter, values: tuple[str, ...]) -> tuple[Policy, ...]:
-    return tuple(dict.fromkeys(Policy.parse(value) for value in values))
-
-
 def policies_option(default_policy: str) -> Decorator:
     """Give a command ``policies: tuple[Policy, …]``, each policy once."""
     return click.option(
@@ -71,7 +67,7 @@ def policies_option(default_policy: str) -> Decorator:
         default=(default_policy,),
         show_default=default_policy,
         metavar=SETTINGS["policy"].metavar,
-        callback=_parse_policies,
+        callback=lambda _, __, values: tuple(dict.fromkeys(map(Policy.parse, values))),
         help="How prefill and decode share the GPU; repeat it to compare several.",
     )
 

@@ -198,7 +198,7 @@ class DecodeGraphs:
             inputs.positions % block_tokens + np.int32(1),
             inputs.kv_indptr,
             *(window_indptr(inputs.kv_lens, window, int(block_tokens)) for window in self._windows),
-            *(() if shared is None else shared.arrays()),
+            *(shared or ()),
             inputs.kv_indices,
         )
         slots, positions, sample_positions, kv_slots, last_block_tokens, kv_indptr, *windows = uploaded

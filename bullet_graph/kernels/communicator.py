@@ -14,8 +14,6 @@ from torch import Tensor
 
 from bullet_graph.partition.masks import Lane
 
-GROUP_TIMEOUT_S = 1800.0
-"""Longest collective of a process group. Ranks that die or hang are noticed earlier, by the engine's own monitor."""
 _POLL_S = 50e-6
 
 
@@ -69,7 +67,8 @@ class GlooCommunicator(Communicator):
         super().__init__(rank, num_ranks)
         group: Any = torch.distributed.distributed_c10d.ProcessGroupGloo
         options = group._Options()
-        options._timeout = timedelta(seconds=GROUP_TIMEOUT_S)
+        # Ranks that die or hang are noticed earlier, by the engine's own monitor.
+        options._timeout = timedelta(minutes=30)
         # A machine may resolve its own name to an address that it cannot reach.
         options._devices = [group.create_device(hostname="127.0.0.1")]
         self._group = group(store, rank, num_ranks, options)

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -129,8 +129,7 @@ class DecodeBatch:
     shared: "SharedBlocks[Tensor] | None" = None
 
 
-@dataclass(frozen=True, slots=True)
-class SharedBlocks(Generic[Array]):
+class SharedBlocks(NamedTuple, Generic[Array]):
     """Which first blocks of neighbouring rows are common to them, and read once; int32 arrays, on host or device.
 
     ``group_indptr`` [groups + 1] is where each group's common blocks would start, were there no others; ``members``
@@ -141,10 +140,6 @@ class SharedBlocks(Generic[Array]):
     group_indptr: Array
     members: Array
     own_indptr: Array
-
-    def arrays(self) -> tuple[Array, Array, Array]:
-        """All three, in the order of the fields."""
-        return self.group_indptr, self.members, self.own_indptr
 
 
 def shared_blocks(

@@ -2,7 +2,9 @@
 
 import ctypes
 import gc
+import threading
 from collections.abc import Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
@@ -102,3 +104,19 @@ def captured(pool: Any) -> Iterator[torch.cuda.CUDAGraph]:
     finally:
         if was_enabled:
             gc.enable()
+
+
+def wait_for_device(device: torch.device, timeout_s: float) -> None:
+    """Wait until a device is idle. RuntimeError if it has failed, TimeoutError if one of its kernels does not end."""
+    idle: Future[None] = Future()
+
+    def wait() -> None:
+        try:
+            torch.cuda.synchronize(device)
+            idle.set_result(None)
+        except RuntimeError as error:
+            idle.set_exception(error)
+
+    # Nothing can end such a wait: the thread is left behind.
+    threading.Thread(target=wait, name="bullet-graph-idle", daemon=True).start()
+    idle.result(timeout_s)

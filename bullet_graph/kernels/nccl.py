@@ -13,6 +13,7 @@ from torch import Tensor
 
 from bullet_graph.errors import DeviceError
 from bullet_graph.kernels.communicator import Communicator
+from bullet_graph.kernels.gpu import wait_for_device
 
 _DTYPES = {torch.int32: 2, torch.int64: 4, torch.float16: 6, torch.float32: 7, torch.bfloat16: 9}
 """ncclDataType_t."""
@@ -54,7 +55,8 @@ class NcclCommunicator(Communicator):
         self._device = device
         self._comm = ctypes.c_void_p()
         self._calls = threading.Lock()
-        self._ending: threading.Thread | None = None
+        self._ending = threading.Thread(target=self._end, name="bullet-graph-nccl", daemon=True)
+        self._is_aborted = False
         unique = _UniqueId()
         if rank == 0:
             self._call("ncclGetUniqueId", ctypes.byref(unique))
@@ -77,17 +79,16 @@ class NcclCommunicator(Communicator):
         return out
 
     def abort(self) -> None:
-        if self._ending is None:
+        if not self._is_aborted:
+            self._is_aborted = True
             # In a thread: NCCL ends its kernels at once, and then waits until no graph holds any.
-            self._ending = threading.Thread(target=self._end, name="bullet-graph-nccl", daemon=True)
             self._ending.start()
 
     def close(self) -> None:
-        torch.cuda.synchronize(self._device)
+        wait_for_device(self._device, _CLOSE_S)
         # Not ncclCommDestroy, which may wait for ranks that are gone.
         self.abort()
-        if self._ending is not None:
-            self._ending.join(_CLOSE_S)
+        self._ending.join(_CLOSE_S)
 
     def _end(self) -> None:
         # The call under way must not find freed memory; but one for whose launch there is no room waits for the abort.
@@ -100,7 +101,7 @@ class NcclCommunicator(Communicator):
 
     def _call(self, name: str, *arguments: Any) -> None:
         with self._calls:
-            if self._ending is not None:
+            if self._is_aborted:
                 raise DeviceError(f"{name} was aborted")
             code = getattr(self._nccl, name)(*arguments)
         if code:

@@ -109,6 +109,8 @@ class PeerCommunicator(Communicator):
             context = call("cuCtxGetCurrent")
             bases: dict[int, int] = {}
             self._free = weakref.finalize(self, _free, self._driver, context, self._own, bases)
+            # At its end the process gives the memory back, also where a kernel does not.
+            self._free.atexit = False
             call("cuMemsetD8", self._own, 0, size)
             torch.cuda.synchronize(device)
             store.set(f"memory {self.rank}", bytes(call("cuIpcGetMemHandle", self._own).reserved))

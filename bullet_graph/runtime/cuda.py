@@ -19,7 +19,7 @@ from bullet_graph.graphs.compiled import PartCompiler, compile_now
 from bullet_graph.graphs.decode_graph import DecodeGraphs, DecodeInputs
 from bullet_graph.graphs.piecewise import PiecewiseGraphs
 from bullet_graph.kernels.communicator import ALONE, Communicators
-from bullet_graph.kernels.gpu import Gpu
+from bullet_graph.kernels.gpu import Gpu, wait_for_device
 from bullet_graph.kernels.memory import Uploader
 from bullet_graph.kernels.sampler import SamplingState, token_logprobs
 from bullet_graph.kernels.triton_ops import TritonOps
@@ -34,6 +34,7 @@ from bullet_graph.runtime.rows import Rows, adjustments_row, lay_out, settings_r
 from bullet_graph.runtime.step import Int32Array, Placement, SlotInit, Step, StepLogprobs, StepResult
 
 _POLL_S = 20e-6
+_IDLE_S = 30.0  # a device that has not failed ends its launches sooner
 """Time between two queries of the device. Sleeping lets other threads run; with work queued, nothing waits for it."""
 
 
@@ -329,8 +330,8 @@ class CudaExecutor(Executor):
 
     def shutdown(self, failure: BaseException | None = None) -> None:
         try:
-            torch.cuda.synchronize(self._device)
-        except RuntimeError:
+            wait_for_device(self._device, _IDLE_S)
+        except (RuntimeError, TimeoutError):
             # The device has failed for the whole process; the cause was reported when it happened. Graphs and pinned
             # buffers are kept for ever: the driver takes the memory back when the process ends.
             keep_for_ever(self.__dict__.copy())

@@ -147,8 +147,7 @@ class EagerLane:
             "ended_indices": ended_kv_indices,
             "ended_last_block": last_block_tokens[ended],
         }
-        shared_arrays = () if shared is None else shared.arrays()
-        uploaded = self._uploader.upload(*arrays.values(), *window_indptrs, *shared_arrays, *to_score)
+        uploaded = self._uploader.upload(*arrays.values(), *window_indptrs, *(shared or ()), *to_score)
         gpu = SimpleNamespace(**dict(zip(arrays, uploaded, strict=False)))
         windows_and_scored = uploaded[len(arrays) :]
         ended_by_window, decode_by_window = (

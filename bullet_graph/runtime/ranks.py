@@ -25,7 +25,7 @@ from bullet_graph.errors import BulletGraphError, LateError, RankError
 from bullet_graph.kernels.communicator import Communicator, GlooCommunicator, OrderedCommunicator, collectives_begun
 from bullet_graph.kernels.nccl import NcclCommunicator
 from bullet_graph.partition.masks import LANES, Lane, SmPartition
-from bullet_graph.runtime.executor import Executor
+from bullet_graph.runtime.executor import Executor, keep_for_ever
 from bullet_graph.runtime.processes import start_process
 from bullet_graph.runtime.step import Placement, Step, StepResult
 
@@ -174,9 +174,7 @@ class Ranks:
                 process.kill()
         with self._aborting:
             for communicator in list(self.communicators.values()):
-                # A device that has failed waits for nobody.
-                with suppress(RuntimeError):
-                    communicator.abort()
+                communicator.abort()
 
     def stop(self) -> None:
         """End the other ranks, gently if they follow; a second call does nothing."""
@@ -199,9 +197,11 @@ class Ranks:
     def close(self) -> None:
         """Let go of the communicators, once no graph holds any of their kernels; the other ranks have ended."""
         for communicator in self.communicators.values():
-            # A device that has failed can be waited for no more.
-            with suppress(RuntimeError):
+            try:
                 communicator.close()
+            except (RuntimeError, TimeoutError):
+                # Of a device that has failed nothing can be freed.
+                keep_for_ever(communicator)
         self.communicators = {}
 
     def _watch(self) -> None:
@@ -328,25 +328,19 @@ class RankedExecutor(Executor):
         with self._ranks.watched():
             while True:
                 self._ranks.check()
-                limit_s = self._local.now() + _CHECK_S
+                limit_s = self.now() + _CHECK_S
                 if until_s is not None and until_s <= limit_s:
                     return self._local.wait_any(tickets, until_s)
                 if (ticket := self._local.wait_any(tickets, limit_s)) is not None:
                     return ticket
 
     def wait(self, ticket: int) -> StepResult:
-        while self._local.wait_any([ticket], self._local.now() + _CHECK_S) is None:
+        while self._local.wait_any([ticket], self.now() + _CHECK_S) is None:
             self._ranks.check()
         result = self._local.wait(ticket)
         # A launch that a failure has ended has wrong sums.
         self._ranks.check()
         return result
-
-    def now(self) -> float:
-        return self._local.now()
-
-    def sleep_until(self, time_s: float) -> None:
-        self._local.sleep_until(time_s)
 
     def shutdown(self, failure: BaseException | None = None) -> None:
         self._ranks.stop()

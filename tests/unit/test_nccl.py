@@ -1,13 +1,16 @@
 """What NCCL is told, by a library that only notes it; the collectives themselves run in tests/gpu."""
 
 import ctypes
+import threading
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 
 from bullet_graph.errors import DeviceError
+from bullet_graph.kernels import nccl as module
 from bullet_graph.kernels.nccl import NcclCommunicator, load_nccl
 
 ID = bytes(range(128))
@@ -75,6 +78,21 @@ def test_another_rank_takes_the_first_one_s_id(device: torch.device) -> None:
 def test_an_error_of_nccl_s(device: torch.device) -> None:
     with pytest.raises(DeviceError, match="ncclCommInitRank failed with code 1: unhandled cuda error"):
         NcclCommunicator(Store(), 0, 2, device, Library(ncclCommInitRank=1))
+
+
+def test_a_device_that_never_ends_or_has_failed_is_not_waited_for(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    communicator = NcclCommunicator(Store(), 0, 2, device, Library())
+    monkeypatch.setattr(module, "_CLOSE_S", 0.05)
+    ended = threading.Event()
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda _: ended.wait(20))
+    with pytest.raises(TimeoutError):
+        communicator.close()
+    ended.set()
+    monkeypatch.setattr(torch.cuda, "synchronize", Mock(side_effect=RuntimeError("illegal address")))
+    with pytest.raises(RuntimeError, match="illegal address"):
+        communicator.close()
 
 
 def test_torch_without_nccl(monkeypatch: pytest.MonkeyPatch) -> None:

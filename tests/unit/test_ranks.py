@@ -6,7 +6,8 @@ from unittest.mock import Mock, call
 
 import pytest
 
-from bullet_graph.errors import PartitionError, RankError
+from bullet_graph.errors import RankError
+from bullet_graph.runtime import ranks as ranks_module
 from bullet_graph.runtime.ranks import RankedExecutor, Ranks
 
 
@@ -23,9 +24,9 @@ def test_no_token_of_a_launch_that_a_failure_has_ended() -> None:
     ranks.stop()
 
 
-def test_a_failure_is_told_though_an_abort_fails() -> None:
+def test_an_error_of_this_rank_ends_the_others() -> None:
     ranks, other = Ranks(1), Mock()
-    ranks.communicators = {"decode": Mock(abort=Mock(side_effect=PartitionError("no context"))), "prefill": other}
+    ranks.communicators = {"decode": other}
     with pytest.raises(ValueError, match="its own error"):
         ranks.explain(ValueError("its own error"))
     other.abort.assert_called_once()
@@ -55,4 +56,16 @@ def test_sums_in_peer_memory_are_ended_before_nccl_s() -> None:
     ranks.communicators = {"decode": ended.decode, "prefill": ended.prefill}
     ranks.fail(RankError("rank 1 ended"))
     assert ended.mock_calls == [call.decode.abort(), call.prefill.abort()]
+    ranks.stop()
+
+
+def test_what_a_failed_device_holds_is_never_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = Mock()
+    monkeypatch.setattr(ranks_module, "keep_for_ever", kept)
+    ranks, stuck, ended = Ranks(1), Mock(), Mock()
+    stuck.close.side_effect = TimeoutError
+    ranks.communicators = {"decode": stuck, "prefill": ended}
+    ranks.close()
+    assert kept.mock_calls == [call(stuck)]
+    ended.close.assert_called_once()
     ranks.stop()

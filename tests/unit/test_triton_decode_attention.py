@@ -185,7 +185,7 @@ def batch_of(rows: list[list[int]], *, last: int = 3, least: int = 256) -> tuple
     indptr = np.array([0, *accumulate(map(len, rows))], dtype=np.int32)
     indices = np.concatenate(rows).astype(np.int32)
     shared = shared_blocks(indptr, indices, most=3, least=least)
-    on_device = None if shared is None else SharedBlocks(*(torch.from_numpy(a).to(DEVICE) for a in shared.arrays()))
+    on_device = None if shared is None else SharedBlocks(*(torch.from_numpy(a).to(DEVICE) for a in shared))
     lasts = torch.full((len(rows),), last, dtype=torch.int32, device=DEVICE)
     tensors = torch.from_numpy(indptr).to(DEVICE), torch.from_numpy(indices).to(DEVICE)
     return indptr, indices, DecodeBatch(*tensors, lasts, shared=on_device)
