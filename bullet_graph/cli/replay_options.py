@@ -54,10 +54,6 @@ def _parse_rate(_: click.Context, __: click.Parameter, value: str) -> float | No
         ) from None
 
 
-def _parse_goodput(_: click.Context, __: click.Parameter, values: tuple[str, ...]) -> Slo:
-    return Slo.parse(text for value in values for text in re.split(r"[\s,]+", value.strip()))
-
-
 def policies_option(default_policy: str) -> Decorator:
     """Give a command ``policies: tuple[Policy, …]``, each policy once."""
     return click.option(
@@ -93,7 +89,7 @@ goodput_option = click.option(
     "slo",
     multiple=True,
     metavar="NAME:MS …",
-    callback=_parse_goodput,
+    callback=lambda _, __, values: Slo.parse(text for value in values for text in re.split(r"[\s,]+", value.strip())),
     help="Latency targets, such as ttft:500 tpot:15 (milliseconds), or ttft:0.2ms/token. Goodput counts the requests "
     "that meet them all.",
 )

@@ -23,7 +23,7 @@ class Planner:
         eager_layer_ms: host time to launch one layer kernel by kernel.
 
     Attributes:
-        prefill_ms_per_token: at the recently planned rate, beside decode as it is; 0 without a model.
+        prefill_ms_per_token: time of recently planned forwards over their prompt tokens; 0 without a model.
         max_batch_sizes: most rows of a decode step on a lane, by its SMs; a lane that is not in it takes any.
 
     Raises ConfigError where the policy needs a performance model or a decode lane that is not available.
@@ -68,7 +68,8 @@ class Planner:
                 eager_layer_ms=eager_layer_ms,
             )
             rows = self.predictor.whole_chunk
-            self.prefill_ms_per_token = model.prefill(rows, rows * rows / 2).ms / rows
+            self._mean_tokens, self._mean_ms = float(rows), model.prefill(rows, rows * rows / 2).ms
+            self.prefill_ms_per_token = self._mean_ms / rows
         self._last: tuple[PolicyName, int | None] | None = None
         self._now_s = 0.0
         self._paused = False
@@ -130,7 +131,7 @@ class Planner:
 
     def _alone_ms(self, backlog: Backlog, tokens: int, policy: PolicyName) -> float:
         ms = backlog.alone_ms(tokens, policy)
-        self._note_rate(tokens / ms)
+        self._note(tokens, ms)
         return ms
 
     def _unhurried_ms(self, decode: DecodeLoad, step_ms: float) -> float:
@@ -226,7 +227,7 @@ class Planner:
         assert self.predictor is not None
         self._last = option.policy, option.decode_sms
         if option.prefill_tokens_per_s:
-            self._note_rate(option.prefill_tokens_per_s / 1e3)
+            self._note(option.chunk_tokens, option.chunk_tokens / option.prefill_tokens_per_s * 1e3)
         on_prefill_lane = load.chunk is not None or option.policy == "split"
         decode_ms, slice_ms = options.launch_ms(option)
         return Plan(
@@ -242,8 +243,11 @@ class Planner:
             options=tuple(weighed) or (option,),
         )
 
-    def _note_rate(self, tokens_per_ms: float) -> None:
-        self.prefill_ms_per_token += TUNING.rate_weight * (1 / tokens_per_ms - self.prefill_ms_per_token)
+    def _note(self, tokens: int, ms: float) -> None:
+        weight = TUNING.rate_weight
+        self._mean_tokens += weight * (tokens - self._mean_tokens)
+        self._mean_ms += weight * (ms - self._mean_ms)
+        self.prefill_ms_per_token = self._mean_ms / self._mean_tokens
 
 
 def _interval(option: Option) -> float:
