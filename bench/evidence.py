@@ -50,7 +50,7 @@ class Source:
 
     @property
     def origin(self) -> tuple[object, ...]:
-        """Card and commit, so that files may be compared; a file of several of them stands alone."""
+        """Files of one card and one commit may be compared. Any other file stands alone."""
         commits = {one.get("git_commit") for one in self.provenances}
         return (self.card, *commits) if self.card and len(commits) == 1 else (self.name,)
 

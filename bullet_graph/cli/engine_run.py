@@ -61,7 +61,6 @@ def open_engine(config: EngineConfig, *, quiet: bool, trace_decisions: Path | No
 def leave_stuck_engine() -> NoReturn:
     """End the process although the engine's thread has not: an ordinary exit would wait for the device as well."""
     click.echo("error: the engine's thread is stuck in the device, and is left behind", err=True)
-    sys.stderr.flush()
     os._exit(EXIT_ERROR)
 
 

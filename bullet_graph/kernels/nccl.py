@@ -18,8 +18,7 @@ from bullet_graph.kernels.gpu import wait_for_device
 _DTYPES = {torch.int32: 2, torch.int64: 4, torch.float16: 6, torch.float32: 7, torch.bfloat16: 9}
 """ncclDataType_t."""
 _SUM = 0  # ncclRedOp_t
-_CALL_S = 0.5
-_CLOSE_S = 5.0
+_CALL_S, _CLOSE_S = 0.5, 5.0
 
 
 class _UniqueId(ctypes.Structure):
@@ -57,8 +56,8 @@ class NcclCommunicator(Communicator):
         self._calls = threading.Lock()
         self._ending = threading.Thread(target=self._end, name="bullet-graph-nccl", daemon=True)
         self._is_aborted = False
-        unique = _UniqueId()
         if rank == 0:
+            unique = _UniqueId()
             self._call("ncclGetUniqueId", ctypes.byref(unique))
             store.set("nccl", bytes(unique))
         with torch.cuda.device(device):
@@ -91,7 +90,7 @@ class NcclCommunicator(Communicator):
         self._ending.join(_CLOSE_S)
 
     def _end(self) -> None:
-        # The call under way must not find freed memory; but one for whose launch there is no room waits for the abort.
+        # The abort frees memory that a call uses, so the call ends first. It cannot while its launch waits for room.
         if self._calls.acquire(timeout=_CALL_S):
             self._calls.release()
         self._nccl.ncclCommAbort(self._comm)

@@ -109,7 +109,7 @@ class PeerCommunicator(Communicator):
             context = call("cuCtxGetCurrent")
             bases: dict[int, int] = {}
             self._free = weakref.finalize(self, _free, self._driver, context, self._own, bases)
-            # At its end the process gives the memory back, also where a kernel does not.
+            # The driver frees the memory when the process ends, even if a kernel never does.
             self._free.atexit = False
             call("cuMemsetD8", self._own, 0, size)
             torch.cuda.synchronize(device)

@@ -270,11 +270,8 @@ class Options:
     def launch_ms(self, option: Option) -> tuple[float, float | None]:
         """Predicted times of an option's next decode-lane forward and of its next slice; None without slices."""
         if option.policy == "split":
-            forward_ms = option.chunk_tokens * 1e3 / option.prefill_tokens_per_s
-            return option.interval_ms, forward_ms * option.slice_layers / self._model.num_layers
-        if option.interval_ms == math.inf:
-            return option.chunk_tokens * 1e3 / option.prefill_tokens_per_s, None
-        return option.interval_ms, None
+            return option.interval_ms, option.prefill_ms * option.slice_layers / self._model.num_layers
+        return option.prefill_ms if option.interval_ms == math.inf else option.interval_ms, None
 
     def _option(
         self,

@@ -99,6 +99,11 @@ class Option:
     holds_tpot: bool
     holds_ttft: bool
 
+    @property
+    def prefill_ms(self) -> float:
+        """Predicted time of a chunk's forward; not for options without prefill."""
+        return self.chunk_tokens * 1e3 / self.prefill_tokens_per_s
+
 
 @dataclass(frozen=True, slots=True)
 class Plan:

@@ -23,7 +23,6 @@ class Planner:
         eager_layer_ms: host time to launch one layer kernel by kernel.
 
     Attributes:
-        prefill_ms_per_token: time of recently planned forwards over their prompt tokens; 0 without a model.
         max_batch_sizes: most rows of a decode step on a lane, by its SMs; a lane that is not in it takes any.
 
     Raises ConfigError where the policy needs a performance model or a decode lane that is not available.
@@ -58,7 +57,7 @@ class Planner:
         self.max_batch_sizes: Mapping[int, int] = {}
         self.corrections = Corrections() if corrections is None else corrections
         self.predictor: Predictor | None = None
-        self.prefill_ms_per_token = 0.0
+        self._mean_tokens, self._mean_ms = 1.0, 0.0
         if model is not None:
             self.predictor = Predictor(
                 model,
@@ -69,11 +68,15 @@ class Planner:
             )
             rows = self.predictor.whole_chunk
             self._mean_tokens, self._mean_ms = float(rows), model.prefill(rows, rows * rows / 2).ms
-            self.prefill_ms_per_token = self._mean_ms / rows
         self._last: tuple[PolicyName, int | None] | None = None
         self._now_s = 0.0
         self._paused = False
         self._paused_s = 0.0
+
+    @property
+    def prefill_ms_per_token(self) -> float:
+        """Time of recently planned forwards over their prompt tokens; 0 without a model."""
+        return self._mean_ms / self._mean_tokens
 
     def plan(self, load: Load) -> Plan:
         """How the next launches share the GPU; the same loads in the same order give the same plans."""
@@ -227,7 +230,7 @@ class Planner:
         assert self.predictor is not None
         self._last = option.policy, option.decode_sms
         if option.prefill_tokens_per_s:
-            self._note(option.chunk_tokens, option.chunk_tokens / option.prefill_tokens_per_s * 1e3)
+            self._note(option.chunk_tokens, option.prefill_ms)
         on_prefill_lane = load.chunk is not None or option.policy == "split"
         decode_ms, slice_ms = options.launch_ms(option)
         return Plan(
@@ -244,10 +247,8 @@ class Planner:
         )
 
     def _note(self, tokens: int, ms: float) -> None:
-        weight = TUNING.rate_weight
-        self._mean_tokens += weight * (tokens - self._mean_tokens)
-        self._mean_ms += weight * (ms - self._mean_ms)
-        self.prefill_ms_per_token = self._mean_ms / self._mean_tokens
+        self._mean_tokens += TUNING.rate_weight * (tokens - self._mean_tokens)
+        self._mean_ms += TUNING.rate_weight * (ms - self._mean_ms)
 
 
 def _interval(option: Option) -> float:

@@ -34,8 +34,8 @@ from bullet_graph.runtime.rows import Rows, adjustments_row, lay_out, settings_r
 from bullet_graph.runtime.step import Int32Array, Placement, SlotInit, Step, StepLogprobs, StepResult
 
 _POLL_S = 20e-6
-_IDLE_S = 30.0  # a device that has not failed ends its launches sooner
 """Time between two queries of the device. Sleeping lets other threads run; with work queued, nothing waits for it."""
+_IDLE_S = 30.0  # a device that has not failed ends its launches sooner
 
 
 def lane_stream(
@@ -340,7 +340,7 @@ class CudaExecutor(Executor):
             return
         backend = self._backend
         self.__dict__.clear()
-        # Frames may hold pinned memory, which asks its streams as it is freed.
+        # Frames may hold pinned memory, and to free that records an event on its streams: they must still exist.
         clear_frames(failure)
         backend.close()
         torch.cuda.empty_cache()

@@ -200,7 +200,6 @@ class Ranks:
             try:
                 communicator.close()
             except (RuntimeError, TimeoutError):
-                # Of a device that has failed nothing can be freed.
                 keep_for_ever(communicator)
         self.communicators = {}
 
