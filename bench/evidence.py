@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any, TypeAlias
@@ -50,9 +50,9 @@ class Source:
 
     @property
     def origin(self) -> tuple[object, ...]:
-        """Files of one card and one commit may be compared. Any other file stands alone."""
-        commits = {one.get("git_commit") for one in self.provenances}
-        return (self.card, *commits) if self.card and len(commits) == 1 else (self.name,)
+        """Files of one card and one commit, unchanged, may be compared. Any other file stands alone."""
+        commits = {None if one.get("git_dirty") else one.get("git_commit") for one in self.provenances}
+        return (self.card, *commits) if self.card and len(commits) == 1 and None not in commits else (self.name,)
 
     @property
     def has_command(self) -> bool:
@@ -129,6 +129,7 @@ class Task:
         files: their names.
         own: this engine's cells by system.
         peers: the others'.
+        older: the same searches before it, newest first.
     """
 
     source: Source
@@ -138,6 +139,7 @@ class Task:
     slo: str
     own: dict[str, dict[str, Any]]
     peers: dict[str, dict[str, Any]]
+    older: "list[Task]" = field(default_factory=list)
 
     @property
     def model(self) -> str:
@@ -189,7 +191,10 @@ def tasks_of(sources: Sequence[Source]) -> list[Task]:
         loads = [{run["request_rate"] for c in side.values() for run in c["runs"]} for side in (task.own, task.peers)]
         if loads[0] & loads[1]:
             # The number of requests of a search differs from run to run; all at once it is the work.
-            tasks[task.model, task.workload, task.slo, None if task.is_search else task.num_prompts] = task
+            key = task.model, task.workload, task.slo, None if task.is_search else task.num_prompts
+            if (before := tasks.get(key)) is not None:
+                task.older.extend((before, *before.older))
+            tasks[key] = task
     return sorted(tasks.values(), key=lambda task: (task.model, task.workload, task.slo, task.source.name))
 
 

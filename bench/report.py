@@ -7,6 +7,7 @@ No figure is typed by hand. A figure that no file has is left out.
 """
 
 import io
+import itertools
 import json
 import math
 import sys
@@ -71,27 +72,29 @@ class Row:
 
 
 def goodput_rows(task: Task) -> Iterator[Row]:
-    """Goodputs beside the best peer setting's, unless this engine has none; short runs, which flatter, tell none."""
-    for share in SHARES if CLAIMED in task.own else ():
-        own, peers = task.searched(share)
-        here = own.goodput.rate
-        if here is None or not own.sustained:
-            continue
-        best = max(peers, key=lambda one: one.goodput.rate or 0.0)
-        there, ceiling = best.goodput.rate, max(one.goodput.below or math.inf for one in peers)
-        ratio, shown = f"> {here / ceiling:.2f}×", f"< {ceiling:.3g}/s"
-        if there is not None:
-            ratio = f"{'≥ ' * own.text.startswith('≥')}{here / there:.2f}×"
-            shown = f"{there:.3g}/s"
-            if (1 + best.tolerance) * there < ceiling < math.inf:
-                # The peer's goodput may be anywhere below its next rate, which served too few.
-                ratio = f"{here / ceiling:.2f} to {ratio}"
-                shown += f" (< {ceiling:.3g})"
-            if ceiling == math.inf:
-                continue  # the peer's search has not ended
-        texts = (text + one.tail for text, one in ((own.text, own), (shown, best)))
-        name = f"goodput_{100 * share:.0f}, {task.model}, {task.short}"
-        yield Row(name, *texts, ratio, file=task.file)
+    """Goodputs beside the best peer setting's, by the newest searches that bound their ratio."""
+    for share in SHARES:
+        rows = (_goodput_row(each, share) for each in (task, *task.older) if CLAIMED in each.own)
+        yield from itertools.islice(filter(None, rows), 1)
+
+
+def _goodput_row(task: Task, share: float) -> Row | None:
+    """None where the peer's search has not ended, or this engine has no goodput; short runs flatter, and tell none."""
+    own, peers = task.searched(share)
+    best = max(peers, key=lambda one: one.goodput.rate or 0.0)
+    here, there, ceiling = own.goodput.rate, best.goodput.rate, max(one.goodput.below or math.inf for one in peers)
+    if here is None or not own.sustained or ceiling == math.inf:
+        return None
+    ratio, shown = f"> {here / ceiling:.2f}×", f"< {ceiling:.3g}/s"
+    if there is not None:
+        ratio = f"{'≥ ' * own.text.startswith('≥')}{here / there:.2f}×"
+        shown = f"{there:.3g}/s"
+        if (1 + best.tolerance) * there < ceiling:
+            # The peer's goodput may be anywhere below its next rate, which served too few.
+            ratio = f"{here / ceiling:.2f} to {ratio}"
+            shown += f" (< {ceiling:.3g})"
+    texts = (text + one.tail for text, one in ((own.text, own), (shown, best)))
+    return Row(f"goodput_{100 * share:.0f}, {task.model}, {task.short}", *texts, ratio, file=task.file)
 
 
 def load_rows(task: Task, sources: Sequence[Source]) -> Iterator[Row]:

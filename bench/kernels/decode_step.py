@@ -154,11 +154,7 @@ def breakdown(times: dict[str, float], work: dict[str, Work], copy_gb_per_s: flo
 
 
 def profile(run: Callable[[], object]) -> dict[str, float]:
-    """Median µs by group over the decode steps of a run, by torch's profiler.
-
-    Raises:
-        DeviceError: the profiler saw no whole step.
-    """
+    """Median µs by group over a run's decode steps, by torch's profiler; DeviceError where it saw no whole step."""
     activity = torch.profiler.ProfilerActivity.CUDA
     with torch.profiler.profile(activities=[activity], acc_events=True) as profiler:
         run()

@@ -63,11 +63,7 @@ def peer_folder(model: str) -> Path:
 
 
 def require_installed(candidates: Sequence[Candidate]) -> None:
-    """Check that what the candidates need is installed.
-
-    Raises:
-        DeviceError: something is missing.
-    """
+    """Raise DeviceError where something that the candidates need is not installed."""
     kinds = {candidate.kind for candidate in candidates}
     for peer in (vllm_system, sglang_system):
         if peer.NAME in kinds:

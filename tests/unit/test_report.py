@@ -31,9 +31,10 @@ def cell(system: str, *runs: dict[str, Any], slo: str = SLO) -> dict[str, Any]:
     return key | {"goodput": None, "finished": True, "runs": list(runs)}
 
 
-def write_comparison(path: Path, *cells: dict[str, Any], date: str = "", **settings: Any) -> None:
+def write_comparison(path: Path, *cells: dict[str, Any], date: str = "", commit: str = "abc", **settings: Any) -> None:
     given = {"model": "llama-3.1-8b", "attainment": 0.9, "tolerance": 0.05, "rates": None} | settings
     provenance = PROVENANCE | ({"date_utc": date} if date else {})
+    provenance |= {"git_commit": commit.removesuffix("-dirty"), "git_dirty": commit.endswith("-dirty")}
     path.write_text(json.dumps({"settings": given, "provenance": provenance, "continued": [], "cells": cells}))
 
 
@@ -105,14 +106,14 @@ def test_figures_ratios_and_limits(results: Path, tmp_path: Path) -> None:
     assert all(f"> {label}<" in chart for label in ("≥ 24/s", "20/s", "900", "10"))
 
 
-def test_runs_of_one_card_and_commit_count_as_one_and_without_a_common_load_there_is_no_comparison(
-    results: Path, tmp_path: Path
-) -> None:
+def test_which_runs_are_compared(results: Path, tmp_path: Path) -> None:
+    """Those of one card and clean commit count as one, with a common load; the newest that bound a ratio are shown."""
     write_comparison(results / "own_faster.json", cell(AUTO, run_at(25, 0.91)), date="2026-01-03")
     write_comparison(results / "apart.json", cell(AUTO, run_at(5, 1.0)), cell(VLLM_512, run_at(4, 1.0)), model="tiny")
-    found = json.loads((results / "own_faster.json").read_text())
-    found["provenance"]["git_commit"] = "another"
-    (results / "other_commit.json").write_text(json.dumps(found))
+    for commit, own in (("another", run_at(26, 1.0)), ("abc-dirty", run_at(27, 1.0))):
+        write_comparison(results / f"{commit}.json", cell(AUTO, own), commit=commit)
+    open_ended = cell(AUTO, run_at(20, 1.0)), cell(VLLM_512, run_at(20, 1.0))
+    write_comparison(results / "newer.json", *open_ended, date="2026-02-03", commit="newer")
     output = tmp_path / "REPORT.md"
     assert report("--results", results, "--output", output).exit_code == 0
     text = output.read_text(encoding="utf-8")
