@@ -24,7 +24,8 @@ _LEAST_Q_BLOCK = 16
 """Rows of the tensor cores' smallest product."""
 _TILE_ELEMENTS = 64 * 128
 _LEAST_SHARED_BLOCKS = 8
-_LEAST_SAVED_BYTES = 2**26
+_LEAST_SAVED_BYTES = 3 * 2**26
+_LEAST_COMMON_BYTES = 2**23  # fewer stay in the L2 cache, from where each row reads them as fast (bench/LOG.md)
 _ALIGNMENT_BYTES = 16
 """Triton compiles a kernel anew for pointers without this alignment."""
 
@@ -143,13 +144,12 @@ class SharedBlocks(NamedTuple, Generic[Array]):
 
 
 def shared_blocks(
-    kv_indptr: NDArray[np.int32], kv_indices: NDArray[np.int32], *, most: int, least: int
+    kv_indptr: NDArray[np.int32], kv_indices: NDArray[np.int32], *, most: int, least_saved: int, least_common: int
 ) -> SharedBlocks[NDArray[np.int32]] | None:
     """Find groups of at most ``most`` neighbouring rows that begin with the same blocks.
 
-    None where fewer than ``least`` blocks are saved.
-
-    The arrays are those of a :class:`DecodeBatch`. There are as many groups as the rows can form.
+    The arrays are those of a :class:`DecodeBatch`. There are as many groups as the rows can form. None where fewer than
+    ``least_saved`` reads of a block are saved, or fewer than ``least_common`` blocks are common.
     """
     # A row's last block is its own, for it writes there.
     rows, starts, lengths = len(kv_indptr) - 1, kv_indptr[:-1], np.diff(kv_indptr) - 1
@@ -163,19 +163,21 @@ def shared_blocks(
     )
     common = np.zeros(rows, dtype=np.int32)
     common[pairs] = ((first_rows != next_rows) | (columns >= shorter[pairs, None])).argmax(axis=1)
-    group_blocks, members, counts = [], [], np.zeros(rows, dtype=np.int32)
-    first = 0
+    group_blocks, members, counts, first = [], [], np.zeros(rows, dtype=np.int32), 0
     while first < rows - 1:
         last, blocks = first, int(lengths[first])
         while last < rows - 1 and last - first < most - 1 and min(blocks, common[last]) >= _LEAST_SHARED_BLOCKS:
-            blocks = min(blocks, common[last])
-            last += 1
+            blocks, last = min(blocks, common[last]), last + 1
         if last > first:
             group_blocks.append(blocks)
             members += [first, last - first + 1]
             counts[first : last + 1] = blocks
         first = last + 1
-    if not group_blocks or counts.sum() - sum(group_blocks) < least:
+    if not group_blocks or counts.sum() - sum(group_blocks) < least_saved:
+        return None
+    # Of rows with one first block, the first group's count.
+    prompts = np.unique(kv_indices[starts[members[::2]]], return_index=True)[1]
+    if sum(group_blocks[group] for group in prompts) < least_common:
         return None
     padding = rows // 2 - len(group_blocks)
     indptr = np.concatenate(([0], np.cumsum(group_blocks + [0] * padding))).astype(np.int32)
@@ -241,11 +243,9 @@ class TritonDecodeAttention:
         self, kv_indptr: NDArray[np.int32], kv_indices: NDArray[np.int32]
     ) -> SharedBlocks[NDArray[np.int32]] | None:
         """:func:`shared_blocks` of a batch, as a batch on the whole GPU can take them; None where that is slower."""
-        if not self.can_share:
-            return None
-        keys, _ = self.cache.layer(0)
-        least = _LEAST_SAVED_BYTES // (2 * keys[0].nbytes)
-        return shared_blocks(kv_indptr, kv_indices, most=self._whole.members, least=least)
+        block_bytes = 2 * self.cache.layer(0)[0][0].nbytes
+        least = {"least_saved": _LEAST_SAVED_BYTES // block_bytes, "least_common": _LEAST_COMMON_BYTES // block_bytes}
+        return shared_blocks(kv_indptr, kv_indices, most=self._whole.members, **least) if self.can_share else None
 
     def plan(self, batch: DecodeBatch, *, num_sms: int | None = None) -> "PlannedDecode":
         """Lay the launches out for a number of SMs, None for all; computes and copies nothing.

@@ -180,11 +180,13 @@ def test_any_batch(
     )
 
 
-def batch_of(rows: list[list[int]], *, last: int = 3, least: int = 256) -> tuple[np.ndarray, np.ndarray, DecodeBatch]:
+def batch_of(
+    rows: list[list[int]], *, last: int = 3, saved: int = 256, common: int = 1
+) -> tuple[np.ndarray, np.ndarray, DecodeBatch]:
     """Rows of these blocks, the last of which holds ``last`` tokens."""
     indptr = np.array([0, *accumulate(map(len, rows))], dtype=np.int32)
     indices = np.concatenate(rows).astype(np.int32)
-    shared = shared_blocks(indptr, indices, most=3, least=least)
+    shared = shared_blocks(indptr, indices, most=3, least_saved=saved, least_common=common)
     on_device = None if shared is None else SharedBlocks(*(torch.from_numpy(a).to(DEVICE) for a in shared))
     lasts = torch.full((len(rows),), last, dtype=torch.int32, device=DEVICE)
     tensors = torch.from_numpy(indptr).to(DEVICE), torch.from_numpy(indices).to(DEVICE)
@@ -211,7 +213,7 @@ def test_common_blocks_are_read_once(
     cache = filled_cache(config, 100, torch.float32, block_tokens=4)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("bullet_graph.kernels.decode_attention._LEAST_SHARED_BLOCKS", 1)
-        indptr, _indices, batch = batch_of(rows, least=1)
+        indptr, _indices, batch = batch_of(rows, saved=1)
     assert (batch.shared is not None) == any(num_common and len(own) > 1 for num_common, own in groups)
     lens = (4 * np.diff(indptr) - 1).tolist()
     q = torch.randn(len(rows), 4, 16, generator=torch.Generator().manual_seed(1)).to(DEVICE)
@@ -238,12 +240,14 @@ def test_which_blocks_are_common() -> None:
     assert batch_of([[*common, 200], [9]])[2].shared is None
     # Few blocks to save, or few in common.
     assert batch_of([[*common, 200], [*common, 201]])[2].shared is None
-    assert batch_of([[*common[:7], 200 + row] for row in range(60)])[2].shared is None
-    # A block of this cache is 16 KiB: 4,096 of them are too few to save, unless kernels are told otherwise.
+    assert batch_of([[*common[:7], *[200 + row] * 9] for row in range(60)])[2].shared is None
+    two = [[*of, 200 + row] for of in (common, range(101, 201)) for row in range(4)]  # of two prompts, 200 are common
+    assert [batch_of(two, common=least)[2].shared is None for least in (200, 201)] == [False, True]
+    # A block of this cache is 16 KiB: of four rows 12,288 are few to save, and 512 of one prompt stay in the L2 cache.
     lane = lane_of(model(), filled_cache(model(), 2, torch.float32), max_rows=8)
-    many = np.tile(np.arange(2000), 4), 2000 * np.arange(5)
-    assert lane.shared_blocks(many[1], many[0]) is not None
-    assert lane.shared_blocks(many[1][:3], many[0]) is None
+    for blocks, rows, enough in ((5000, 4, True), (4000, 4, False), (600, 32, True), (500, 40, False)):
+        found = lane.shared_blocks(blocks * np.arange(rows + 1), np.tile(np.arange(blocks), rows))
+        assert (found is not None) == enough
     # Other layers' or another format's kernels do not know groups.
     for other in (model(window=9), dataclasses.replace(model(), fp8_kv=True)):
         lane = lane_of(other, filled_cache(other, 2, torch.float32), max_rows=8)
