@@ -22,7 +22,6 @@ Array = TypeVar("Array")
 
 _LEAST_Q_BLOCK = 16
 """Rows of the tensor cores' smallest product."""
-_TILE_ELEMENTS = 64 * 128
 _LEAST_SHARED_BLOCKS = 8
 _LEAST_SAVED_BYTES = 3 * 2**26
 _LEAST_COMMON_BYTES = 2**23  # fewer stay in the L2 cache, from where each row reads them as fast (bench/LOG.md)
@@ -68,7 +67,7 @@ def default_settings(config: DecoderShape, *, whole_gpu: bool = True) -> DecodeK
     """
     group = config.num_heads // config.num_kv_heads
     fitting = (n for n in (16, 8, 4, 2, 1) if config.num_kv_heads % n == 0 and n * group <= _LEAST_Q_BLOCK)
-    tile = max(_LEAST_Q_BLOCK, _TILE_ELEMENTS // config.head_dim)
+    tile = max(_LEAST_Q_BLOCK, 64 * 128 // config.head_dim)
     kv_heads = next(fitting, 1)
     if config.fp8_kv:
         tile = min(max(16 * kv_heads, 32), tile)
@@ -157,16 +156,17 @@ def shared_blocks(
     pairs = np.flatnonzero((kv_indices[starts[1:]] == kv_indices[starts[:-1]]) & (shorter >= _LEAST_SHARED_BLOCKS))
     if not len(pairs):
         return None
-    columns = np.arange(int(shorter[pairs].max()) + 1)
-    first_rows, next_rows = (
-        kv_indices[np.minimum(starts[of, None] + columns, len(kv_indices) - 1)] for of in (pairs, pairs + 1)
-    )
-    common = np.zeros(rows, dtype=np.int32)
-    common[pairs] = ((first_rows != next_rows) | (columns >= shorter[pairs, None])).argmax(axis=1)
+    # Two rows with one block at one place hold the same tokens up to its end: a binary search finds the last such.
+    same, upto = np.ones_like(pairs), shorter[pairs]
+    while (same < upto).any():
+        middle = (same + upto + 1) // 2
+        is_same = kv_indices[starts[pairs] + middle - 1] == kv_indices[starts[pairs + 1] + middle - 1]
+        same, upto = np.where(is_same, middle, same), np.where(is_same, upto, middle - 1)
+    common = dict(zip(pairs.tolist(), same.tolist(), strict=True))
     group_blocks, members, counts, first = [], [], np.zeros(rows, dtype=np.int32), 0
     while first < rows - 1:
         last, blocks = first, int(lengths[first])
-        while last < rows - 1 and last - first < most - 1 and min(blocks, common[last]) >= _LEAST_SHARED_BLOCKS:
+        while last < rows - 1 and last - first < most - 1 and min(blocks, common.get(last, 0)) >= _LEAST_SHARED_BLOCKS:
             blocks, last = min(blocks, common[last]), last + 1
         if last > first:
             group_blocks.append(blocks)
