@@ -42,11 +42,7 @@ def program(*arguments: str) -> list[str]:
 
 
 def measure(*arguments: str) -> dict[str, Any]:
-    """Run a command that prints JSON.
-
-    Raises:
-        subprocess.CalledProcessError: it failed; its messages have been shown.
-    """
+    """Run a command that prints JSON; CalledProcessError where it fails, after its own messages."""
     process = subprocess.run(program(*arguments, "--json"), check=True, stdout=subprocess.PIPE)
     result: dict[str, Any] = json.loads(process.stdout)
     return result
@@ -54,11 +50,7 @@ def measure(*arguments: str) -> dict[str, Any]:
 
 @contextmanager
 def server(*options: str) -> Iterator[str]:
-    """A running server; yields its URL.
-
-    Raises:
-        click.ClickException: it did not start, or did not end in good order.
-    """
+    """A running server; yields its URL. ClickException where it does not start, or does not end in good order."""
     process = subprocess.Popen(
         program("serve", "--port", "0", "--no-access-log", *options), stderr=subprocess.PIPE, text=True
     )

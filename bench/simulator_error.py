@@ -4,10 +4,12 @@ Model, workload, rate, targets, limits and KV cache are those of the measured ru
 """
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +71,21 @@ def simulated(arguments: list[str]) -> dict[str, Run]:
         return {policy: found[policy]["results"][0] for policy in POLICIES}
 
 
+def row_of(source: Source, cell: dict[str, Any], run: Run) -> dict[str, Any]:
+    """A measured run's figures beside the simulated ones."""
+    settings = source.fields["settings"]
+    arguments = command_of(settings, cell, run)
+    click.echo(f"bullet-graph {' '.join(arguments)}", err=True)
+    row = {"file": source.name, "model": settings["model"], "gpu": gpu_nickname(settings["device_name"])}
+    row |= {name: cell[name] for name in ("workload", "slo")} | {
+        name: run[name] for name in ("request_rate", "stable", "date")
+    }
+    runs = simulated(arguments)
+    row |= {way: {name: one[name] for name in FIGURES} for way, one in (("measured", run), ("simulated", runs["auto"]))}
+    row["split_share"] = runs["auto"]["policy_shares"].get("split", 0.0)
+    return row | {"on_time": {policy: one["slo_attainment"] for policy, one in runs.items()}}
+
+
 @click.command(context_settings={"help_option_names": ["-h", "--help"], "show_default": True})
 @click.option(
     "--results",
@@ -81,21 +98,11 @@ def simulated(arguments: list[str]) -> dict[str, Run]:
 @click.option("--output-json", type=click.Path(dir_okay=False, path_type=Path), required=True)
 def main(folders: tuple[Path, ...], output_json: Path) -> None:
     """Simulate what was measured, for bench/results/simulated/error.json. A run takes some 30 s."""
-    rows = []
     try:
-        for source in (source for folder in folders for source in read_results(folder)):
-            settings = source.fields["settings"] if source.is_comparison else {}
-            for cell, run in measured_runs(source):
-                arguments = command_of(settings, cell, run)
-                click.echo(f"bullet-graph {' '.join(arguments)}", err=True)
-                row = {"file": source.name, "model": settings["model"], "gpu": gpu_nickname(settings["device_name"])}
-                row |= {name: cell[name] for name in ("workload", "slo")}
-                row |= {name: run[name] for name in ("request_rate", "stable", "date")}
-                runs = simulated(arguments)
-                figures = {"measured": run, "simulated": runs["auto"]}
-                row |= {way: {name: one[name] for name in FIGURES} for way, one in figures.items()}
-                row["split_share"] = runs["auto"]["policy_shares"].get("split", 0.0)
-                rows.append(row | {"on_time": {policy: one["slo_attainment"] for policy, one in runs.items()}})
+        sources = [source for folder in folders for source in read_results(folder)]
+        jobs = [(source, cell, run) for source in sources for cell, run in measured_runs(source)]
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            rows = list(pool.map(row_of, *zip(*jobs, strict=True)))
         write_report(output_json, {"rows": rows}, device="cpu")
     except BulletGraphError as error:
         raise Refusal(str(error)) from error

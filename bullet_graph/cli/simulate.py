@@ -16,7 +16,7 @@ from bullet_graph.cli.options import FILE, all_of, result_options, setting_optio
 from bullet_graph.cli.replay_options import SIMULATED_MODEL, GoodputCommand, gpu_option, replay_options, search_options
 from bullet_graph.cli.result_file import Output, check_plot_file, write_result_file
 from bullet_graph.cli.tables import ReplayRun, counters, emit_replays, goodput_table, print_line, print_table
-from bullet_graph.config import EngineConfig, Policy
+from bullet_graph.config import KV_BLOCK_TOKENS, EngineConfig, Policy
 from bullet_graph.engine.simulation import HOST_OVERHEAD_MS, SimulationSettings
 from bullet_graph.engine.simulation import simulate as serve_simulated
 from bullet_graph.engine.trace import DecisionTrace, trace_header
@@ -52,7 +52,6 @@ class Simulator:
     Args:
         gpu: a table file of ``bullet-graph profile`` (ending in .json), a GPU's name for a table that comes with the
             package, or ``roofline:`` and a name for an estimate.
-        time_noise: relative spread of the device's times around the prediction.
 
     Attributes:
         times: where step times come from: ``measured table``, ``roofline``, or ``roofline of an unmeasured GPU``.
@@ -73,11 +72,10 @@ class Simulator:
         num_prompts: int | None,
         arrivals: Arrivals,
         host_overhead_ms: float = HOST_OVERHEAD_MS,
-        time_noise: float = 0.0,
     ) -> None:
         self.config = config
         self.arrivals = arrivals
-        self._spread = {"host_overhead_ms": host_overhead_ms, "time_noise": time_noise}
+        self._host_overhead_ms = host_overhead_ms
         found = resolve_model(config.model, config.revision)
         folder = found.folder
         whole = in_formats(found.config, quantization=config.quantization, kv_cache_dtype=config.kv_cache_dtype)
@@ -169,12 +167,14 @@ class Simulator:
 
     def settings(self, policy: Policy, capture_plan: CapturePlan | None = None) -> SimulationSettings:
         """The engine to simulate, under the simulator's ``capture_plan`` where none is given."""
+        block_bytes = 2 * KV_BLOCK_TOKENS * self.model.kv_size * DTYPE_BYTES[self.dtype]
         return SimulationSettings(
             config=dataclasses.replace(self.config, policy=policy),
             kv_cache_tokens=self.kv_cache_tokens,
             max_model_len=self.max_model_len,
             capture_plan=capture_plan or self.capture_plan,
-            **self._spread,
+            host_overhead_ms=self._host_overhead_ms,
+            block_bytes=None if self.model.fp8_kv or any(self.model.windows) else block_bytes,
         )
 
     def open_trace(self, path: Path, policy: Policy, *, overwrite: bool) -> DecisionTrace:
@@ -204,7 +204,7 @@ class Simulator:
             "kv_cache_tokens": self.kv_cache_tokens,
             "decode_sms": list(decode_sms),
             **{name: getattr(config, name) for name in own},
-            **self._spread,
+            "host_overhead_ms": self._host_overhead_ms,
         }
 
 
@@ -239,12 +239,6 @@ machine_options = all_of(
 @click.command(cls=GoodputCommand)
 @replay_options(default_policy="auto")
 @machine_options
-@click.option(
-    "--time-noise",
-    type=click.FloatRange(min=0, max=1),
-    default=0.0,
-    help="Relative spread of the device's times around the prediction: 0.1 is about 10 %.",
-)
 @click.option("--sweep", is_flag=True, help="Find each policy's goodputs, as `bullet-graph bench sweep` does.")
 @search_options
 @click.option("--plot", type=FILE, help="Draw the sweep; the name ends in .svg or .png.")
@@ -273,7 +267,7 @@ def simulate(
           --policy mixed:2048 --policy split --policy auto --output-json code.json
       bullet-graph simulate --trace synthetic:conv --goodput ttft:500 tpot:15 --sweep --first-rate 20 --plot conv.svg
     """
-    simulated = {name: settings.pop(name) for name in ("gpu", "trace", "num_prompts", "host_overhead_ms", "time_noise")}
+    simulated = {name: settings.pop(name) for name in ("gpu", "trace", "num_prompts", "host_overhead_ms")}
     search = GoodputSearch(**{name: settings.pop(name) for name in ("first_rate", "tolerance", "step", "max_runs")})
     config = EngineConfig(**settings)
     if sweep and config.slo == NO_TARGETS:

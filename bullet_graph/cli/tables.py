@@ -91,8 +91,7 @@ def print_replays(title: str, named: Mapping[str, ReplayRun]) -> None:
             table.add_row(label, *texts)
 
     def of(field: str, factor: float = 1.0) -> list[float | None]:
-        found = [run.get(field) for run in runs.values()]
-        return [None if value is None else factor * value for value in found]
+        return [None if value is None else factor * value for value in (run.get(field) for run in runs.values())]
 
     add("duration, s", of("duration"), 2)
     table.add_row("requests done / failed", *[f"{run['completed']:,} / {run['failed']:,}" for run in runs.values()])

@@ -228,5 +228,4 @@ class BlockPool:
         listed = columns < (skipped + counts)[:, None]
         if since is not None:
             listed &= columns >= skipped[:, None]
-        indices = self._table[:, : len(columns)][slots][listed]
-        return firsts * np.int32(self.block_tokens), indptr, indices
+        return firsts * np.int32(self.block_tokens), indptr, self._table[:, : len(columns)][slots][listed]

@@ -139,8 +139,7 @@ class CaptureUsage:
         elif decode_sms is not None:
             num_layers = self.model.num_layers
             last = num_layers if placement.last_layer is None else placement.last_layer
-            share = (last - placement.first_layer) / num_layers
-            alone_ms = self.model.prefill(work.tokens, work.pairs).ms * share
+            alone_ms = self.model.prefill(work.tokens, work.pairs).ms * ((last - placement.first_layer) / num_layers)
             beside_ms, whole_ms = self.beside_ms.get(decode_sms, (0.0, 0.0))
             self.beside_ms[decode_sms] = beside_ms + record.device_ms, whole_ms + alone_ms
 

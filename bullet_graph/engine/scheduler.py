@@ -121,8 +121,7 @@ class Scheduler:
 
     def prompt_loads(self) -> list[PromptLoad]:
         """Every prompt with tokens that are in no launched step."""
-        started = [prompt_load(s) for s in self._running if not s.prompt_launched]
-        return [*started, *self.queue.loads]
+        return [*(prompt_load(s) for s in self._running if not s.prompt_launched), *self.queue.loads]
 
     def prompts(self, now_s: float, ms_per_token: float) -> list[Sequence]:
         """Prompts that a chunk could take now, in serving order (:meth:`PromptQueue.ordered`).
@@ -136,8 +135,7 @@ class Scheduler:
             # One with a window may have to wait until steps in flight give its blocks back.
             if not s.prompt_launched and s.num_cached < s.kv_capacity and not self._is_held(s)
         ]
-        queue = self.queue.ordered(started, now_s, ms_per_token)
-        return list(islice(self._admissible(queue), QUEUE_IN_SIGHT))
+        return list(islice(self._admissible(self.queue.ordered(started, now_s, ms_per_token)), QUEUE_IN_SIGHT))
 
     def _admissible(self, queue: Iterable[Sequence]) -> Iterator[Sequence]:
         """Started prompts, and waiting ones up to the first without a slot or blocks."""
@@ -206,8 +204,7 @@ class Scheduler:
         wanted = [s.params.logprobs for s in sampled if s.params.logprobs is not None]
         inits = tuple(s.slot_init() for s in admitted)
         step = Step(inits, prefill, batch, max(wanted) if wanted else None, _bitmasks(structured))
-        ends = tuple([s.num_cached for s in touched])
-        return ScheduledStep(step, admitted, touched, sampled, ends, scored)
+        return ScheduledStep(step, admitted, touched, sampled, tuple([s.num_cached for s in touched]), scored)
 
     # ---- decode rows ----
 
@@ -336,8 +333,7 @@ class Scheduler:
         found = self.pool.find(keys)
         # It awaits ``least`` blocks that it lacks. The sequence that writes the last of them also writes the others.
         last = len(found) + least - 1
-        awaited_key = keys[last] if last < len(keys) else None
-        self.queue.expect(sequence, len(found) * self.pool.block_tokens, awaited_key)
+        self.queue.expect(sequence, len(found) * self.pool.block_tokens, keys[last] if last < len(keys) else None)
         return found
 
     def _cache(self, sequence: Sequence, num_tokens: int) -> None:
@@ -409,5 +405,4 @@ def _bitmasks(sequences: list[Sequence]) -> Bitmasks | None:
     matchers = [s.matcher for s in sequences if s.matcher is not None]
     if not matchers:
         return None
-    slots = np.array([s.slot for s in sequences], dtype=np.int32)
-    return Bitmasks(slots, matchers[0].bitmasks(matchers))
+    return Bitmasks(np.array([s.slot for s in sequences], dtype=np.int32), matchers[0].bitmasks(matchers))

@@ -50,12 +50,11 @@ class SimulationSettings:
     max_model_len: int
     capture_plan: CapturePlan | None = None
     host_overhead_ms: float = HOST_OVERHEAD_MS
-    time_noise: float = 0.0
+    block_bytes: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("host_overhead_ms", "time_noise"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise ConfigError(f"{name} must be a number of at least 0, got {getattr(self, name)}")
+        if not 0 <= self.host_overhead_ms < math.inf:
+            raise ConfigError(f"host_overhead_ms must be a number of at least 0, got {self.host_overhead_ms}")
         if self.num_kv_blocks <= -(-self.max_model_len // KV_BLOCK_TOKENS):
             raise ConfigError(
                 f"the KV cache must hold one sequence of max_model_len={self.max_model_len} tokens, but it holds "
@@ -96,8 +95,7 @@ class SimulatedEngine(EngineCore):
             partitions=[partition_of(sms, num_sms=model.num_sms) for sms in decode_sms],
             host_overhead_ms=settings.host_overhead_ms,
             eager_layer_ms=_EAGER_LAYERS_PER_LAUNCH * settings.host_overhead_ms,
-            time_noise=settings.time_noise,
-            seed=config.seed,
+            block_bytes=settings.block_bytes,
             max_batch_sizes={} if plan is None else {p: sizes[-1] for p, sizes in plan.batch_sizes.items()},
             on_step=on_step,
         )

@@ -99,8 +99,7 @@ class Grammars:
         ends: Any = sorted(self._model.eos_token_ids) or self._tokenizer.eos_token_id
         if ends is None:
             raise ValueError("neither config.json nor tokenizer_config.json names an end-of-sequence token")
-        tokenizer = LLTokenizer(self._tokenizer.to_json(), n_vocab=self._model.vocab_size, eos_token=ends)
-        return tokenizer, LLExecutor()
+        return LLTokenizer(self._tokenizer.to_json(), n_vocab=self._model.vocab_size, eos_token=ends), LLExecutor()
 
     def _compile(self, structured: StructuredOutputs) -> Matcher | str:
         """A matcher at the beginning, or what is wrong."""

@@ -244,8 +244,7 @@ def named_plan(config: EngineConfig, *, dtype: str, num_sms: int) -> CapturePlan
 
 
 def _list_line(name: str, sizes: Sequence[int]) -> str:
-    items = ", ".join(map(str, sizes))
-    return textwrap.fill(f"{name} = [{items}]", _LINE_CHARS, subsequent_indent="    ")
+    return textwrap.fill(f"{name} = [{', '.join(map(str, sizes))}]", _LINE_CHARS, subsequent_indent="    ")
 
 
 def _require(good: bool, key: str, found: object, required: str) -> None:

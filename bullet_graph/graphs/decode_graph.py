@@ -11,16 +11,11 @@ from bullet_graph.errors import ConfigError
 from bullet_graph.graphs.compiled import PartCompiler, TritonNormOps, compile_now, compiled_functions
 from bullet_graph.graphs.key import GraphKey, batch_size_buckets, smallest_holding
 from bullet_graph.kernels.communicator import Communicator
-from bullet_graph.kernels.decode_attention import (
-    DecodeBatch,
-    PlannedDecode,
-    SharedBlocks,
-    TritonDecodeAttention,
-    window_indptr,
-)
+from bullet_graph.kernels.decode_attention import DecodeBatch, PlannedDecode, TritonDecodeAttention, window_indptr
 from bullet_graph.kernels.gpu import Gpu, captured, fitting_blas
 from bullet_graph.kernels.memory import Uploader
 from bullet_graph.kernels.sampler import SamplingState
+from bullet_graph.kernels.shared_blocks import SharedBlocks
 from bullet_graph.kernels.triton_ops import TritonOps, sample
 from bullet_graph.models.decoder import Decoder
 from bullet_graph.models.layers import LayerFunctions, eager_functions

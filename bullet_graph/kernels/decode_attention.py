@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,15 +16,11 @@ from bullet_graph.kernels.attention import Attention, LayerRows
 from bullet_graph.kernels.decode_attention_kernels import combine_partials_kernel, decode_attention_kernel
 from bullet_graph.kernels.gpu import Gpu
 from bullet_graph.kernels.memory import KVCache
+from bullet_graph.kernels.shared_blocks import MOST_MEMBERS, SharedBlocks, saved_blocks, shared_blocks
 from bullet_graph.perf.roofline import DecoderShape
-
-Array = TypeVar("Array")
 
 _LEAST_Q_BLOCK = 16
 """Rows of the tensor cores' smallest product."""
-_LEAST_SHARED_BLOCKS = 8
-_LEAST_SAVED_BYTES = 3 * 2**26
-_LEAST_COMMON_BYTES = 2**23  # fewer stay in the L2 cache, from where each row reads them as fast (bench/LOG.md)
 _ALIGNMENT_BYTES = 16
 """Triton compiles a kernel anew for pointers without this alignment."""
 
@@ -52,7 +48,7 @@ class DecodeKernelSettings:
     max_registers: int | None = None
     num_warps: int = 4
     combine_rows: int = 32
-    members: int = 4
+    members: int = MOST_MEMBERS
     group_units: int = 16
 
 
@@ -126,63 +122,7 @@ class DecodeBatch:
     kv_indices: Tensor
     last_block_tokens: Tensor
     window_indptr: Mapping[int, Tensor] = field(default_factory=dict)
-    shared: "SharedBlocks[Tensor] | None" = None
-
-
-class SharedBlocks(NamedTuple, Generic[Array]):
-    """Which first blocks of neighbouring rows are common to them, and read once; int32 arrays, on host or device.
-
-    ``group_indptr`` [groups + 1] is where each group's common blocks would start, were there no others; ``members``
-    [2 * groups] its first row and the number of its rows. ``own_indptr`` [rows + 1] is a ``kv_indptr`` of the blocks
-    after those. A group without blocks is padding.
-    """
-
-    group_indptr: Array
-    members: Array
-    own_indptr: Array
-
-
-def shared_blocks(
-    kv_indptr: NDArray[np.int32], kv_indices: NDArray[np.int32], *, most: int, least_saved: int, least_common: int
-) -> SharedBlocks[NDArray[np.int32]] | None:
-    """Find groups of at most ``most`` neighbouring rows that begin with the same blocks.
-
-    The arrays are those of a :class:`DecodeBatch`. There are as many groups as the rows can form. None where fewer than
-    ``least_saved`` reads of a block are saved, or fewer than ``least_common`` blocks are common.
-    """
-    # A row's last block is its own, for it writes there.
-    rows, starts, lengths = len(kv_indptr) - 1, kv_indptr[:-1], np.diff(kv_indptr) - 1
-    shorter = np.minimum(lengths[1:], lengths[:-1])
-    pairs = np.flatnonzero((kv_indices[starts[1:]] == kv_indices[starts[:-1]]) & (shorter >= _LEAST_SHARED_BLOCKS))
-    if not len(pairs):
-        return None
-    # Two rows with one block at one place hold the same tokens up to its end: a binary search finds the last such.
-    same, upto = np.ones_like(pairs), shorter[pairs]
-    while (same < upto).any():
-        middle = (same + upto + 1) // 2
-        is_same = kv_indices[starts[pairs] + middle - 1] == kv_indices[starts[pairs + 1] + middle - 1]
-        same, upto = np.where(is_same, middle, same), np.where(is_same, upto, middle - 1)
-    common = dict(zip(pairs.tolist(), same.tolist(), strict=True))
-    group_blocks, members, counts, first = [], [], np.zeros(rows, dtype=np.int32), 0
-    while first < rows - 1:
-        last, blocks = first, int(lengths[first])
-        while last < rows - 1 and last - first < most - 1 and min(blocks, common.get(last, 0)) >= _LEAST_SHARED_BLOCKS:
-            blocks, last = min(blocks, common[last]), last + 1
-        if last > first:
-            group_blocks.append(blocks)
-            members += [first, last - first + 1]
-            counts[first : last + 1] = blocks
-        first = last + 1
-    if not group_blocks or counts.sum() - sum(group_blocks) < least_saved:
-        return None
-    # Of rows with one first block, the first group's count.
-    prompts = np.unique(kv_indices[starts[members[::2]]], return_index=True)[1]
-    if sum(group_blocks[group] for group in prompts) < least_common:
-        return None
-    padding = rows // 2 - len(group_blocks)
-    indptr = np.concatenate(([0], np.cumsum(group_blocks + [0] * padding))).astype(np.int32)
-    own_indptr = kv_indptr - np.concatenate(([0], counts.cumsum())).astype(np.int32)
-    return SharedBlocks(indptr, np.array(members + [0, 0] * padding, dtype=np.int32), own_indptr)
+    shared: SharedBlocks[Tensor] | None = None
 
 
 def window_indptr(kv_lens: NDArray[np.int32], window: int, block_tokens: int) -> NDArray[np.int32]:
@@ -243,9 +183,11 @@ class TritonDecodeAttention:
         self, kv_indptr: NDArray[np.int32], kv_indices: NDArray[np.int32]
     ) -> SharedBlocks[NDArray[np.int32]] | None:
         """:func:`shared_blocks` of a batch, as a batch on the whole GPU can take them; None where that is slower."""
+        shared = shared_blocks(kv_indptr, kv_indices, most=self._whole.members) if self.can_share else None
         block_bytes = 2 * self.cache.layer(0)[0][0].nbytes
-        least = {"least_saved": _LEAST_SAVED_BYTES // block_bytes, "least_common": _LEAST_COMMON_BYTES // block_bytes}
-        return shared_blocks(kv_indptr, kv_indices, most=self._whole.members, **least) if self.can_share else None
+        if shared is not None and saved_blocks(shared, kv_indptr, kv_indices, block_bytes)[1] > 0:
+            return shared
+        return None
 
     def plan(self, batch: DecodeBatch, *, num_sms: int | None = None) -> "PlannedDecode":
         """Lay the launches out for a number of SMs, None for all; computes and copies nothing.
@@ -278,8 +220,7 @@ class TritonDecodeAttention:
 
     def _workers(self, num_sms: int, settings: DecodeKernelSettings) -> int:
         """Ranges that the work is cut into; a program per group of key heads runs for each."""
-        head_groups = self._config.num_kv_heads // settings.kv_heads
-        return max(1, num_sms * settings.ctas_per_sm // head_groups)
+        return max(1, num_sms * settings.ctas_per_sm // (self._config.num_kv_heads // settings.kv_heads))
 
     def _attention(
         self,

@@ -195,8 +195,7 @@ class TorchOps:
         keys, values = cache
         num_kv_heads, head_dim = keys.shape[2:]
         heads = qkv.unflatten(1, (-1, head_dim))
-        num_heads = heads.shape[1] - 2 * num_kv_heads
-        q, k, v = heads.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
+        q, k, v = heads.split((heads.shape[1] - 2 * num_kv_heads, num_kv_heads, num_kv_heads), dim=1)
         normed_k = k
         if norms is not None:
             q = _rms_norm(q, norms.q, norms.eps)

@@ -148,8 +148,7 @@ def can_reach(gpus: Sequence[int]) -> bool:
     """Whether each of these GPUs can map the others' memory, with atomic operations: by NVLink, not by PCIe."""
     driver = CudaDriver()
     attribute = driver.api.CUdevice_P2PAttribute.CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED
-    pairs = itertools.permutations(gpus, 2)
-    return all(driver.call("cuDeviceGetP2PAttribute", attribute, *pair) for pair in pairs)
+    return all(driver.call("cuDeviceGetP2PAttribute", attribute, *pair) for pair in itertools.permutations(gpus, 2))
 
 
 def block_size(x: Tensor, num_ranks: int) -> int | None:

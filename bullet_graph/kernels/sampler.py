@@ -146,8 +146,7 @@ def _cut(scores: Tensor, top_k: int, top_p: float, min_p: float) -> Tensor:
     if top_p < 1:
         ordered, _ = scores.sort(descending=True)
         probabilities = ordered.softmax(-1)
-        before = probabilities.cumsum(-1) - probabilities
-        threshold = ordered[before < top_p][-1]
+        threshold = ordered[(probabilities.cumsum(-1) - probabilities) < top_p][-1]
         scores = scores.masked_fill(scores < threshold, -torch.inf)
     if min_p > 0:
         scores = scores.masked_fill(scores < scores.max() + np.log(min_p), -torch.inf)

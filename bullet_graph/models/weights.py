@@ -331,8 +331,7 @@ def scale_cached(config: ModelConfig, layer: Layer, k_scale: float, v_scale: flo
     for tensor in (weight if scale is None else scale, bias):
         if tensor is None:
             continue
-        rows = sizes if sum(sizes) == len(tensor) else [-(-size // FP8_BLOCK) for size in sizes]
-        q, k, v = tensor.split(rows)
+        q, k, v = tensor.split(sizes if sum(sizes) == len(tensor) else [-(-size // FP8_BLOCK) for size in sizes])
         v.div_(v_scale)
         if norms is None:
             q.mul_(k_scale)

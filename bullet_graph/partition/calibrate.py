@@ -109,8 +109,7 @@ def run_child(offset: int, seeds: Seeds, *, timeout_s: float = TIMEOUT_S, bootst
         verdict, detail = json.loads(child.stdout.splitlines()[-1])
         return Outcome(Verdict(verdict), str(detail))
     except (IndexError, TypeError, ValueError):
-        stderr = child.stderr[-500:].strip()
-        return Outcome(Verdict.CRASHED, f"exit status {child.returncode}, no verdict: {stderr}")
+        return Outcome(Verdict.CRASHED, f"exit status {child.returncode}, no verdict: {child.stderr[-500:].strip()}")
 
 
 def calibrate(*, advance: Callable[[int], object] = lambda _: None) -> Calibration:

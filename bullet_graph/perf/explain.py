@@ -339,8 +339,7 @@ def to_chrome_trace(trace: Trace, window: Window) -> dict[str, Any]:
 
 
 def _event(phase: str, name: str, time_s: float | None, **other: Any) -> dict[str, Any]:
-    time = {} if time_s is None else {"ts": time_s * 1e6}
-    return {"name": name, "ph": phase, "pid": 1} | time | other
+    return {"name": name, "ph": phase, "pid": 1} | ({} if time_s is None else {"ts": time_s * 1e6}) | other
 
 
 def _counter(name: str, time_s: float, value: int) -> dict[str, Any]:

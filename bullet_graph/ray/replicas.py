@@ -79,5 +79,4 @@ class Scaler:
         if not loads:
             return context.target_num_replicas, {}
         # One step at most doubles: a queue of one replica says nothing about ten.
-        wanted = context.current_num_replicas * min(max(loads), 2.0)
-        return max(math.ceil(wanted), 1), {}
+        return max(math.ceil(context.current_num_replicas * min(max(loads), 2.0)), 1), {}

@@ -260,8 +260,7 @@ class Workbench:
     def _partition(self, point: ProfilePoint) -> SmPartition:
         if point.sms is None:
             return WHOLE_GPU
-        decode_sms = self.num_sms - point.sms if point.kind == "prefill" else point.sms
-        return partition_of(decode_sms, num_sms=self.num_sms)
+        return partition_of(self.num_sms - point.sms if point.kind == "prefill" else point.sms, num_sms=self.num_sms)
 
     def _decode_rows(self, point: ProfilePoint) -> DecodeBatch | None:
         return make_batches((), [point.context_tokens - 1] * point.batch_size, blocks=self._blocks)[1]

@@ -101,8 +101,7 @@ def build_for_rank(
         checked = None
         if points:
             errors = {str(point.batch_size): point.relative_error for point in points}
-            of = {"seed": SEED, "steps": STEPS, "tolerance": points[0].tolerance}
-            checked = {**of, "relative_error": errors}
+            checked = {"seed": SEED, "steps": STEPS, "tolerance": points[0].tolerance, "relative_error": errors}
         manifest = Manifest(
             fingerprint=here,
             plan=plan,

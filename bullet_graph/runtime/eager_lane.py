@@ -15,10 +15,11 @@ from bullet_graph.graphs.piecewise import PiecewiseGraphs
 from bullet_graph.kernels import flashinfer_attention
 from bullet_graph.kernels.attention import MixedAttention
 from bullet_graph.kernels.communicator import Communicator
-from bullet_graph.kernels.decode_attention import DecodeBatch, SharedBlocks, TritonDecodeAttention, window_indptr
+from bullet_graph.kernels.decode_attention import DecodeBatch, TritonDecodeAttention, window_indptr
 from bullet_graph.kernels.gpu import Gpu
 from bullet_graph.kernels.memory import Uploader
 from bullet_graph.kernels.sampler import SamplingState
+from bullet_graph.kernels.shared_blocks import SharedBlocks
 from bullet_graph.kernels.triton_ops import TritonOps, sample
 from bullet_graph.models.decoder import Decoder, Hidden, SampledRows
 from bullet_graph.models.layers import eager_functions

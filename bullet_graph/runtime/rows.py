@@ -116,8 +116,7 @@ def lay_out(prefill: PrefillBatch | None, decode: DecodeBatch | None, block_toke
         block_counts = np.diff(decode.kv_indptr)
         blocks = decode.kv_starts, block_counts, decode.kv_indices
         parts.append((decode.slots, decode.positions, ones, ones.astype(np.bool_), *blocks))
-    joined = map(np.concatenate, zip(*parts, strict=True))
-    slots, start, length, sampled, kv_start, blocks_of, kv_indices = joined
+    slots, start, length, sampled, kv_start, blocks_of, kv_indices = map(np.concatenate, zip(*parts, strict=True))
     q_indptr, kv_indptr = _indptr(length), _indptr(blocks_of)
     end = start + length
     sequence = np.repeat(np.arange(len(length), dtype=np.int32), length)

@@ -1,27 +1,29 @@
 """The simulated executor: two lanes in virtual time, with the speed that a performance model predicts. No torch."""
 
-import math
+import dataclasses
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
-from random import Random
 from types import MappingProxyType
 
 import numpy as np
 
+from bullet_graph.config import KV_BLOCK_TOKENS
 from bullet_graph.errors import PartitionError
+from bullet_graph.kernels.shared_blocks import saved_blocks, shared_blocks
 from bullet_graph.partition.masks import LANES, WHOLE_GPU, Lane, SmPartition, lane_sms
 from bullet_graph.perf.performance import PerformanceModel, attention_pairs
 from bullet_graph.runtime.executor import Executor
-from bullet_graph.runtime.step import Placement, Step, StepResult
+from bullet_graph.runtime.step import DecodeBatch, Placement, Step, StepResult
 
 
 @dataclass(frozen=True, slots=True)
 class StepWork:
     """The work of a step, in the terms of the performance model.
 
-    ``tokens`` prompt rows have ``pairs`` (query, key) pairs; ``batch_size`` decode rows attend to ``kv_tokens`` in all.
+    ``tokens`` prompt rows have ``pairs`` (query, key) pairs; ``batch_size`` decode rows attend to ``kv_tokens`` in all,
+    less what common blocks save.
     """
 
     tokens: int
@@ -60,8 +62,7 @@ class _Job:
     ticket: int
     placement: Placement
     work: StepWork
-    alone_ms: float  # of its whole step, all layers, alone on the device, with the factor
-    factor: float  # real ÷ predicted time
+    alone_ms: float  # of its whole step, all layers, alone on the device
     left: float  # share of the step's layers
     start_s: float | None = None
 
@@ -75,8 +76,8 @@ class SimulatedExecutor(Executor):
 
     Besides the whole GPU, steps may run on ``partitions``; one that is not in ``max_batch_sizes`` takes any batch. The
     device continues for ``host_overhead_ms`` a launch. The host then takes ``eager_layer_ms`` for each layer of a
-    forward with prompt rows that takes the device longer than the host; faster ones are captured. ``time_noise`` is the
-    standard deviation of the logarithm of a launch's real ÷ predicted time, whose median stays 1.
+    forward with prompt rows that takes the device longer than the host; faster ones are captured. With ``block_bytes``,
+    those of a KV block's keys and values in a layer, decode rows read the blocks they have in common in less time.
     """
 
     def __init__(
@@ -87,15 +88,13 @@ class SimulatedExecutor(Executor):
         max_batch_sizes: Mapping[SmPartition, int] = MappingProxyType({}),
         host_overhead_ms: float = 0.0,
         eager_layer_ms: float = 0.0,
-        time_noise: float = 0.0,
-        seed: int = 0,
+        block_bytes: int | None = None,
         on_step: Callable[[StepRecord], object] = lambda _: None,
     ) -> None:
         self._model = model
         self._max_batch_sizes = max_batch_sizes
         self._on_step = on_step
-        self._time_noise = time_noise
-        self._random = Random(seed)
+        self._block_bytes = block_bytes
         self.num_sms = model.num_sms
         self.partitions: Sequence[SmPartition] = tuple(dict.fromkeys((WHOLE_GPU, *partitions)))
         self._host_overhead_s = host_overhead_ms / 1e3
@@ -133,12 +132,14 @@ class SimulatedExecutor(Executor):
                 f"a decode step of {work.batch_size} rows was placed on {placement.partition}, where at most {most} "
                 "are captured: place it on the whole GPU"
             )
-        factor = math.exp(self._random.gauss(0, self._time_noise)) if self._time_noise else 1.0
-        alone_ms = factor * self._alone_ms(work, placement)
+        if step.decode is not None and self._block_bytes is not None:
+            saved = self._saved_tokens(step.decode, self._block_bytes, placement)
+            work = dataclasses.replace(work, kv_tokens=work.kv_tokens - saved)
+        alone_ms = self._alone_ms(work, placement)
         self._advance(self._now_s + self._host_overhead_s)
         ticket = next(self._tickets)
         share = (stop - placement.first_layer) / num_layers
-        self._lanes[lane].append(_Job(ticket, placement, work, alone_ms, factor, share))
+        self._lanes[lane].append(_Job(ticket, placement, work, alone_ms, share))
         if work.tokens and 0 < self._eager_ms < alone_ms:
             self._advance(self._now_s + share * self._eager_ms / 1e3)
         return ticket
@@ -175,6 +176,15 @@ class SimulatedExecutor(Executor):
 
     # ---- how long things take ----
 
+    @staticmethod
+    def _saved_tokens(decode: DecodeBatch, block_bytes: int, placement: Placement) -> int:
+        shared = shared_blocks(decode.kv_indptr, decode.kv_indices)
+        if shared is None:
+            return 0
+        cached, by_groups = saved_blocks(shared, decode.kv_indptr, decode.kv_indices, block_bytes)
+        # Parts of the GPU have no graphs with groups.
+        return int(KV_BLOCK_TOKENS * (cached + max(by_groups if placement.partition == WHOLE_GPU else 0.0, 0.0)))
+
     def _alone_ms(self, work: StepWork, placement: Placement) -> float:
         lane, partition = placement.lane, placement.partition
         if work.batch_size and lane == "prefill":
@@ -202,7 +212,7 @@ class SimulatedExecutor(Executor):
             self._model.split(sms, rows.batch_size, rows.kv_tokens, prompts.tokens, prompts.pairs)
             for sms in (decode_sms, self._model.num_sms - prefill_sms)
         )
-        return {"decode": decode.factor * first.decode_ms, "prefill": prefill.factor * second.prefill_ms}
+        return {"decode": first.decode_ms, "prefill": second.prefill_ms}
 
     # ---- the passing of time ----
 

@@ -109,8 +109,7 @@ class AnswerFormat(ABC):
         return replace(sample, text=text + sample.text, logprobs=logprobs)
 
     def _event(self, choices: Sequence[Fields], more: Fields) -> bytes:
-        fields = {**self._head, "object": self.event_type, "choices": choices, **more}
-        return b"data: " + to_json(fields) + b"\n\n"
+        return b"data: " + to_json({**self._head, "object": self.event_type, "choices": choices, **more}) + b"\n\n"
 
     def _choice(self, choice: int, output: CompletionOutput, *, streamed: bool) -> dict[str, Any]:
         text, finish_reason = self._said(choice, output, streamed=streamed)

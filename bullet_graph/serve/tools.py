@@ -120,8 +120,7 @@ class ToolCallParser:
         self._held: list[str] = []
         self._held_size = 0
         self._scan = _Scan()
-        marks = [re.escape(mark) for mark in (form.begin, form.end) if mark]
-        self._stops = re.compile("|".join((r"\{", *marks)))
+        self._stops = re.compile("|".join((r"\{", *(re.escape(mark) for mark in (form.begin, form.end) if mark))))
 
     def push(self, text: str) -> tuple[str, list[CallDelta]]:
         """The words and what is new of calls by the next piece of text."""

@@ -184,8 +184,7 @@ def make_prompt_token_ids(request: WorkloadRequest, index: int, vocab_size: int,
         return np.asarray(request.prompt_token_ids, dtype=np.int32)
     size = request.prompt_tokens - (0 if request.follows is None else request.follows.num_tokens)
     pieces = [draw((0, name), request.prefix_tokens) for name in request.prefix_ids]
-    num_own = max(0, size - request.prefix_tokens * len(pieces))
-    return np.concatenate([*pieces, draw((index,), num_own)])[:size]
+    return np.concatenate([*pieces, draw((index,), max(0, size - request.prefix_tokens * len(pieces)))])[:size]
 
 
 def _shareable_tokens(request: WorkloadRequest, known: set[int]) -> int:

@@ -125,8 +125,8 @@ def test_logits_are_close_to_float32_each_time(
     record_property: Callable[[str, object], None],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for name in ("_LEAST_SAVED_BYTES", "_LEAST_COMMON_BYTES"):
-        monkeypatch.setattr(f"bullet_graph.kernels.decode_attention.{name}", 1)
+    for name in ("_LAUNCH_BYTES", "_LEAST_COMMON_BYTES"):
+        monkeypatch.setattr(f"bullet_graph.kernels.shared_blocks.{name}", 1)
     inputs, attention = make_inputs(rows, seed=rows, common=common), setup.graphs._attention
     shared = attention.shared_blocks(inputs.kv_indptr, inputs.kv_indices)
     assert (shared is not None) == (common > 0 and attention.can_share)

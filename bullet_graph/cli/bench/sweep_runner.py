@@ -352,14 +352,12 @@ class SweepRunner(Generic[S]):
                 warm.add(cell.key)
             at = "all at once" if rate >= FASTEST_RATE else f"at {rate:.4g}/s"
             run = f"{cell.workload.name}, {cell.slo}, {cell.key.system}, {at}"
-            label = None if self.quiet else f"run {self.sweep.num_runs + 1}, {run}"
-            fields = measure(cell, rate, label)
+            fields = measure(cell, rate, None if self.quiet else f"run {self.sweep.num_runs + 1}, {run}")
             self.sweep.add_run(cell.key, fields)
             if not self.quiet:
                 met, tokens_per_s = 100 * fields["slo_attainment"], fields["output_throughput"]
                 unstable = ", unstable" if fields["stable"] is False else ""
-                figures = f"{met:.1f} % met, {tokens_per_s:,.0f} output tokens/s{unstable}"
-                click.echo(f"{run}: {figures}", err=True)
+                click.echo(f"{run}: {met:.1f} % met, {tokens_per_s:,.0f} output tokens/s{unstable}", err=True)
 
     def _next_rate(self, cell: Cell[S]) -> float | None:
         return None if self.is_given_up(cell) else cell.search.next_rate(self.sweep.cell(cell.key).rate_runs)
