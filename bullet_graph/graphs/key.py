@@ -16,6 +16,10 @@ PRODUCT_FLOPS_PER_MS = 600e9
 FINE_ROWS = 1024
 """For any model, piecewise graphs reach this number of rows, in steps of at most a matrix product's tile."""
 
+EXPERTS_ROWS = 4096
+"""For models with experts, they reach this one: a layer is 15 launches, in FP8 0.7 ms (H100), and twice that beside
+clients in the process (bench/LOG.md)."""
+
 _ROW_STEPS = ((256, 16), (512, 32), (FINE_ROWS, 64), (2048, 128), (4096, 256))
 """(last bucket, step up to it): above 256 rows, padding is at most an eighth of the rows, 4 % on average."""
 
@@ -52,15 +56,16 @@ def launch_bound_rows(shape: DecoderShape) -> int:
 def row_buckets(max_rows: int, shape: DecoderShape) -> tuple[int, ...]:
     """Numbers of rows to capture piecewise graphs for, rising, up to ``max_rows``.
 
-    They end with the first that holds :func:`launch_bound_rows` and 1,024 rows: longer forwards keep the device busy
-    while the host launches them.
+    They end with the first that holds :func:`launch_bound_rows` and 1,024 rows (4,096 with experts): longer forwards
+    keep the device busy while the host launches them.
     """
+    least = EXPERTS_ROWS if shape.num_experts else FINE_ROWS
     sizes: list[int] = []
     start = 0
     for end, step in (*_ROW_STEPS, (max_rows, 512)):
         sizes += range(start + step, min(end, max_rows) + 1, step)
         start = end
-    return tuple(sizes[: bisect_left(sizes, max(launch_bound_rows(shape), FINE_ROWS)) + 1])
+    return tuple(sizes[: bisect_left(sizes, max(launch_bound_rows(shape), least)) + 1])
 
 
 def worthwhile_buckets(times_ms: Mapping[int, float]) -> tuple[int, ...]:

@@ -1,9 +1,10 @@
 """Decode attention over the paged KV cache by Triton kernels that divide the work on the device."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -15,14 +16,16 @@ from bullet_graph.errors import ConfigError
 from bullet_graph.kernels.attention import Attention, LayerRows
 from bullet_graph.kernels.decode_attention_kernels import combine_partials_kernel, decode_attention_kernel
 from bullet_graph.kernels.gpu import Gpu
+from bullet_graph.kernels.launch import quick
 from bullet_graph.kernels.memory import KVCache
 from bullet_graph.kernels.shared_blocks import MOST_MEMBERS, SharedBlocks, saved_blocks, shared_blocks
 from bullet_graph.perf.roofline import DecoderShape
 
+Launch: TypeAlias = Callable[..., None]
+"""Enqueues a kernel over the tensors that it is given, on the current stream."""
+
 _LEAST_Q_BLOCK = 16
 """Rows of the tensor cores' smallest product."""
-_ALIGNMENT_BYTES = 16
-"""Triton compiles a kernel anew for pointers without this alignment."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,42 +74,6 @@ def default_settings(config: DecoderShape, *, whole_gpu: bool = True) -> DecodeK
     if whole_gpu:
         return DecodeKernelSettings(kv_heads=kv_heads, tile=tile, ctas_per_sm=2)
     return DecodeKernelSettings(kv_heads=kv_heads, tile=tile, ctas_per_sm=3, max_registers=168)
-
-
-@dataclass(slots=True, eq=False)
-class RepeatedLaunch:
-    """Launches of one kernel that differ by the addresses of their tensors alone.
-
-    Triton's Python takes about 20 µs to find a launch's compiled kernel, longer than a short kernel runs. Here it does
-    so for the first launch; later ones reuse the compiled kernel, unless their tensors are aligned differently.
-
-    The kernel's parameters must be tensors, then numbers, then ``constants`` in their order, else ValueError is raised.
-    ``options`` are of the compiler and the launch, such as ``num_warps``.
-    """
-
-    kernel: Any
-    grid: tuple[int, ...]
-    numbers: tuple[float, ...]
-    constants: Mapping[str, Any]
-    options: Mapping[str, Any]
-    _compiled: Any = field(default=None, init=False)
-    _aligned: list[bool] = field(default_factory=list, init=False)
-
-    def __post_init__(self) -> None:
-        last = list(self.kernel.arg_names[-len(self.constants) :])
-        if last != list(self.constants):
-            raise ValueError(f"the kernel's constants are {last} in this order, got {list(self.constants)}")
-        self.grid = (*self.grid, 1, 1)[:3]
-
-    def __call__(self, *tensors: Tensor) -> None:
-        """Enqueue the kernel on the current stream; the tensors' dtypes are those of the first call."""
-        aligned = [tensor.data_ptr() % _ALIGNMENT_BYTES == 0 for tensor in tensors]
-        if self._compiled is not None and aligned == self._aligned:
-            self._compiled[self.grid](*tensors, *self.numbers, *self.constants.values())
-            return
-        # None in Triton's interpreter, which compiles nothing.
-        self._compiled = self.kernel[self.grid](*tensors, *self.numbers, **self.constants, **self.options)
-        self._aligned = aligned
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,49 +198,46 @@ class TritonDecodeAttention:
         *,
         members: int = 1,
         goes_on: bool = False,
-    ) -> RepeatedLaunch:
+    ) -> Launch:
         config = self._config
         head_groups = config.num_kv_heads // settings.kv_heads
         combines = rows >= settings.combine_rows or members > 1
         q_rows = members * settings.kv_heads * (config.num_heads // config.num_kv_heads)
-        return RepeatedLaunch(
-            decode_attention_kernel,
-            (workers * head_groups,),
-            numbers=(rows, math.log2(math.e) / math.sqrt(config.head_dim)),
-            constants={
-                "NUM_HEADS": config.num_heads,
-                "NUM_KV_HEADS": config.num_kv_heads,
-                "HEAD_DIM": config.head_dim,
-                "BLOCK_TOKENS": self.cache.block_tokens,
-                "KV_HEADS": settings.kv_heads,
-                "Q_BLOCK": max(_LEAST_Q_BLOCK, triton.next_power_of_2(q_rows)),
-                "TILE": settings.tile,
-                "ROWS_BLOCK": triton.next_power_of_2(self._max_rows),
-                "STAGES": 3,  # of the loop over tiles, which needs at least these
-                "WINDOW": window or 0,
-                "MEMBERS": members,
-                "LEAST_UNITS": settings.group_units,
-                "CONTINUE": goes_on,
-                "COMBINE": combines,
-                "PDL": self._overlap_launches and not combines,
-            },
-            options={"num_warps": 4, "maxnreg": None}
-            if members > 1
-            else {"num_warps": settings.num_warps, "maxnreg": settings.max_registers},
+        return partial(
+            quick(decode_attention_kernel)[(workers * head_groups,)],
+            num_rows=rows,
+            scale_log2=math.log2(math.e) / math.sqrt(config.head_dim),
+            NUM_HEADS=config.num_heads,
+            NUM_KV_HEADS=config.num_kv_heads,
+            HEAD_DIM=config.head_dim,
+            BLOCK_TOKENS=self.cache.block_tokens,
+            KV_HEADS=settings.kv_heads,
+            Q_BLOCK=max(_LEAST_Q_BLOCK, triton.next_power_of_2(q_rows)),
+            TILE=settings.tile,
+            ROWS_BLOCK=triton.next_power_of_2(self._max_rows),
+            STAGES=3,  # of the loop over tiles, which needs at least these
+            WINDOW=window or 0,
+            MEMBERS=members,
+            LEAST_UNITS=settings.group_units,
+            CONTINUE=goes_on,
+            COMBINE=combines,
+            PDL=self._overlap_launches and not combines,
+            num_warps=4 if members > 1 else settings.num_warps,
+            maxnreg=None if members > 1 else settings.max_registers,
         )
 
-    def _combination(self, rows: int, workers: int) -> RepeatedLaunch:
-        return RepeatedLaunch(
-            combine_partials_kernel,
-            (rows, self._config.num_heads),
-            numbers=(rows, workers),
-            constants={
-                "NUM_HEADS": self._config.num_heads,
-                "HEAD_DIM": self._config.head_dim,
-                "PARTIALS": 32,
-                "PDL": self._overlap_launches,
-            },
-            options={"num_warps": 4, "launch_pdl": self._overlap_launches},
+    def _combination(self, rows: int, workers: int) -> Launch:
+        config, overlap = self._config, self._overlap_launches
+        return partial(
+            quick(combine_partials_kernel)[rows, config.num_heads],
+            num_rows=rows,
+            workers=workers,
+            NUM_HEADS=config.num_heads,
+            HEAD_DIM=config.head_dim,
+            PARTIALS=32,
+            PDL=overlap,
+            num_warps=4,
+            launch_pdl=overlap,
         )
 
 
@@ -288,9 +252,9 @@ class PlannedDecode(Attention):
     lane: TritonDecodeAttention
     batch: DecodeBatch
     num_rows: int
-    attention: Mapping[int | None, RepeatedLaunch]
-    combination: RepeatedLaunch | None
-    prefixes: RepeatedLaunch | None = None
+    attention: Mapping[int | None, Launch]
+    combination: Launch | None
+    prefixes: Launch | None = None
 
     def run_into(self, layer: int, rows: LayerRows, out: Tensor) -> None:
         """Queries and ``out`` are [rows, num_heads, head_dim] and contiguous; ConfigError for others."""

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from bullet_graph.errors import PartitionError
 from bullet_graph.kernels.communicator import Communicator
+from bullet_graph.kernels.launch import quick
 from bullet_graph.partition.driver import CudaDriver
 
 MAX_PROGRAMS = 1024
@@ -126,7 +127,7 @@ class PeerCommunicator(Communicator):
         block = block_size(x, self.num_ranks)
         if block is None:
             return self._inner.all_reduce(x)
-        all_reduce_kernel[(triton.cdiv(x.numel(), block),)](
+        quick(all_reduce_kernel)[(triton.cdiv(x.numel(), block),)](
             *(x, self._bases, x.numel()), RANK=self.rank, RANKS=self.num_ranks, BLOCK=block, num_warps=block // 256
         )
         return x

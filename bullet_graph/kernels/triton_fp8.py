@@ -6,6 +6,7 @@ from torch import Tensor
 
 from bullet_graph.kernels import fp8_kernels
 from bullet_graph.kernels.fp8 import FP8, Quantized
+from bullet_graph.kernels.launch import quick
 from bullet_graph.kernels.ops import Linear, TorchOps
 from bullet_graph.perf.roofline import FP8_BLOCK
 
@@ -39,7 +40,7 @@ def quantize(x: Tensor, group: int) -> Quantized:
     rows, width = x.shape
     out, sizes = new_quantized(x, rows, width, group)
     if rows:
-        fp8_kernels.quantize_kernel[(rows,)](x, out.values, out.scales, width, **sizes)
+        quick(fp8_kernels.quantize_kernel)[(rows,)](x, out.values, out.scales, width, **sizes)
     return out
 
 
@@ -63,7 +64,7 @@ def linear_fp8(x: Quantized, linear: Linear, out: Tensor | None) -> Tensor:
     if len(x.values) == 1 and block:
         if out is None:
             out = x.values.new_empty(1, out_features, dtype=x.dtype)
-        fp8_kernels.gemv_fp8_kernel[(out_features,)](
+        quick(fp8_kernels.gemv_fp8_kernel)[(out_features,)](
             *(x.values, x.scales, weight, scale, bias, out),
             IN_FEATURES=in_features,
             HAS_BIAS=bias is not None,
@@ -95,7 +96,7 @@ def matmul_fp8(x: Quantized, linear: Linear, out: Tensor | None = None) -> Tenso
         # Few programs: each has more of the weights on their way.
         block_n, block_k, stages, num_warps = 64, 256 if is_row_wise else 128, 6 if block_m < 128 else 4, 4
     if tiles := triton.cdiv(rows, block_m) * triton.cdiv(out_features, block_n):
-        fp8_kernels.matmul_fp8_kernel[(tiles,)](
+        quick(fp8_kernels.matmul_fp8_kernel)[(tiles,)](
             *(x.values, x.scales, weight, scale, bias, out, rows),
             OUT_FEATURES=out_features,
             IN_FEATURES=in_features,

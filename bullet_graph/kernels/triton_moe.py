@@ -11,6 +11,7 @@ import triton
 from torch import Tensor
 
 from bullet_graph.kernels import moe_kernels
+from bullet_graph.kernels.launch import quick
 from bullet_graph.kernels.ops import Experts, Linear
 from bullet_graph.kernels.triton_fp8 import quantize
 from bullet_graph.perf.roofline import FP8_BLOCK
@@ -76,10 +77,10 @@ def experts_output(x: Tensor, logits: Tensor, experts: Experts, tilings: Tilings
     sizes = [num_programs * width, *[-(-size // 4) * 4 for size in (num_pairs, num_pairs, 3 * max_blocks)]]
     counts, chosen, pairs, blocks = x.new_empty(sum(sizes), dtype=torch.int32).split(sizes)
     shared = {"TOP_K": top_k, "ROWS": _ROUTED_ROWS, "EXPERTS": width}
-    moe_kernels.route_kernel[(num_programs,)](
+    quick(moe_kernels.route_kernel)[(num_programs,)](
         logits, weights, chosen, counts, rows, NUM_EXPERTS=num_experts, RENORMALIZE=experts.renormalize, **shared
     )
-    moe_kernels.sort_kernel[(num_programs,)](
+    quick(moe_kernels.sort_kernel)[(num_programs,)](
         *(chosen, counts, pairs, blocks, rows, num_programs, max_blocks),
         BLOCK_M=block_m,
         CHUNK=max(_COUNTS // width, 1),
@@ -94,7 +95,7 @@ def experts_output(x: Tensor, logits: Tensor, experts: Experts, tilings: Tilings
             channels, group = (1, 0) if scale.shape[1] == weight.shape[1] else (FP8_BLOCK, group)
             source, scales, _ = quantize(source, group or depth)
         out = x.new_empty(num_pairs, columns)
-        moe_kernels.grouped_matmul_kernel[(max_blocks * triton.cdiv(columns, tiling["BLOCK_N"]),)](
+        quick(moe_kernels.grouped_matmul_kernel)[(max_blocks * triton.cdiv(columns, tiling["BLOCK_N"]),)](
             *(source, scales, weight, scale, blocks, pairs, weights, out, max_blocks),
             COLUMNS=columns,
             DEPTH=depth,
@@ -111,7 +112,7 @@ def experts_output(x: Tensor, logits: Tensor, experts: Experts, tilings: Tilings
     outputs = product(activated, experts.down, hidden_size, down_tiling, glu=False)
     out = torch.empty_like(x)
     block = min(triton.next_power_of_2(hidden_size), _COMBINE_BLOCK)
-    moe_kernels.combine_kernel[(rows, triton.cdiv(hidden_size, block))](
+    quick(moe_kernels.combine_kernel)[(rows, triton.cdiv(hidden_size, block))](
         outputs, chosen, out, COLUMNS=hidden_size, TOP_K=top_k, BLOCK=block, **own
     )
     return out

@@ -11,6 +11,7 @@ from bullet_graph.kernels import fp8_kernels, triton_kernels
 from bullet_graph.kernels.communicator import Communicator
 from bullet_graph.kernels.fp8 import FP8, Quantized
 from bullet_graph.kernels.gpu import Gpu
+from bullet_graph.kernels.launch import quick
 from bullet_graph.kernels.ops import Experts, HeadNorms, KeysValues, Linear, RowInputs, TorchOps
 from bullet_graph.kernels.sampler import SamplingState
 from bullet_graph.kernels.triton_fp8 import gemv_block, linear_fp8, new_quantized, quantize
@@ -61,7 +62,7 @@ class TritonOps(TorchOps):
         summed = torch.empty_like(x) if summed is None else summed
         if rows:
             block = triton.next_power_of_2(hidden_size)
-            triton_kernels.add_rms_norm_kernel[(rows,)](
+            quick(triton_kernels.add_rms_norm_kernel)[(rows,)](
                 *(x, residual, weight, normed, summed, hidden_size, eps),
                 BLOCK=block,
                 num_warps=min(max(block // 512, 1), 16),
@@ -76,7 +77,7 @@ class TritonOps(TorchOps):
         out, sizes = new_quantized(x, rows, hidden_size, group)
         summed = torch.empty_like(x) if summed is None else summed
         if rows:
-            fp8_kernels.add_rms_norm_quantize_kernel[(rows,)](
+            quick(fp8_kernels.add_rms_norm_quantize_kernel)[(rows,)](
                 x, residual, weight, out.values, out.scales, summed, hidden_size, eps, **sizes
             )
         return out, summed
@@ -91,7 +92,9 @@ class TritonOps(TorchOps):
         if rows:
             block = triton.next_power_of_2(width)
             warps = min(max(block // 512, 1), 16)
-            triton_kernels.rms_norm_kernel[(rows,)](x, weight, width, x.stride(0), eps, BLOCK=block, num_warps=warps)
+            quick(triton_kernels.rms_norm_kernel)[(rows,)](
+                x, weight, width, x.stride(0), eps, BLOCK=block, num_warps=warps
+            )
 
     @staticmethod
     def linear(x: Tensor | Quantized, linear: Linear, out: Tensor | None = None) -> Tensor:
@@ -107,7 +110,7 @@ class TritonOps(TorchOps):
             return TorchOps.linear(x, linear, out)
         if out is None:
             out = x.new_empty(1, out_features)
-        triton_kernels.gemv_kernel[(out_features,)](
+        quick(triton_kernels.gemv_kernel)[(out_features,)](
             x, weight, bias, out, IN_FEATURES=in_features, HAS_BIAS=bias is not None, BLOCK=block, num_warps=4
         )
         return out
@@ -117,7 +120,7 @@ class TritonOps(TorchOps):
         rows, intermediate_size = gate_up.shape[0], gate_up.shape[1] // 2
         out = gate_up.new_empty(rows, intermediate_size)
         block = min(triton.next_power_of_2(intermediate_size), 2048)
-        triton_kernels.act_and_mul_kernel[(rows, triton.cdiv(intermediate_size, block))](
+        quick(triton_kernels.act_and_mul_kernel)[(rows, triton.cdiv(intermediate_size, block))](
             gate_up, out, intermediate_size, GELU=gelu, BLOCK=block
         )
         return out
@@ -127,7 +130,7 @@ class TritonOps(TorchOps):
         rows, intermediate_size = gate_up.shape[0], gate_up.shape[1] // 2
         out, sizes = new_quantized(gate_up, rows, intermediate_size, group)
         if rows:
-            fp8_kernels.act_and_mul_quantize_kernel[(rows,)](
+            quick(fp8_kernels.act_and_mul_quantize_kernel)[(rows,)](
                 gate_up, out.values, out.scales, intermediate_size, GELU=gelu, **sizes
             )
         return out
@@ -152,7 +155,7 @@ class TritonOps(TorchOps):
         rows, heads = len(qkv), qkv.shape[1] // head_dim
         num_heads = heads - 2 * num_kv_heads
         q = qkv.new_empty(rows, num_heads, head_dim) if out is None else out
-        triton_kernels.rope_and_cache_kernel[(rows, triton.cdiv(heads, _HEADS_BLOCK))](
+        quick(triton_kernels.rope_and_cache_kernel)[(rows, triton.cdiv(heads, _HEADS_BLOCK))](
             *(qkv, inputs.positions, inputs.kv_slots, inputs.cos_sin),
             *((None, None) if norms is None else (norms.q, norms.k)),
             *(q, *cache, 0.0 if norms is None else norms.eps),
@@ -188,7 +191,7 @@ def swiglu_matmul(
     block_m, block_n, block_k = (tiling[name] for name in ("BLOCK_M", "BLOCK_N", "BLOCK_K"))
     num_tiles = triton.cdiv(rows, block_m) * triton.cdiv(intermediate_size, block_n)
     # One program per SM of the device. On a lane with fewer, those that find no room start when others have ended.
-    triton_kernels.swiglu_matmul_kernel[(min(num_sms, num_tiles),)](
+    quick(triton_kernels.swiglu_matmul_kernel)[(min(num_sms, num_tiles),)](
         TensorDescriptor.from_tensor(x, [block_m, block_k]),
         TensorDescriptor.from_tensor(gate_up.view(2, intermediate_size, hidden_size), [2, block_n, block_k]),
         TensorDescriptor.from_tensor(out, [block_m, block_n]),
@@ -208,7 +211,7 @@ def sample(logits: Tensor, slots: Tensor, positions: Tensor, state: SamplingStat
         # A launch for rows with adjusted logits, which exits at once where there are none: it costs the other rows no
         # instruction.
         for adjusted in (True, False):
-            triton_kernels.sample_kernel[(rows,)](
+            quick(triton_kernels.sample_kernel)[(rows,)](
                 *(logits, slots, positions, state.settings, state.adjustments, state.last_token),
                 *(out, vocab_size, logits.stride(0), state.adjustments.stride(0)),
                 BLOCK=min(_VOCAB_BLOCK, triton.next_power_of_2(vocab_size)),

@@ -1,9 +1,12 @@
 """Repeated launches on the GPU: the same results wherever the tensors lie, eager and captured."""
 
+from collections.abc import Callable
+from functools import partial
+
 import pytest
 import torch
 
-from bullet_graph.kernels.decode_attention import RepeatedLaunch
+from bullet_graph.kernels.launch import Launcher
 from bullet_graph.kernels.ops import TorchOps
 from bullet_graph.kernels.triton_kernels import act_and_mul_kernel
 
@@ -19,14 +22,9 @@ def gate_up(seed: int, offset: int) -> torch.Tensor:
     return memory[offset:].view(ROWS, 2 * SIZE)
 
 
-def new_launch() -> RepeatedLaunch:
-    return RepeatedLaunch(
-        act_and_mul_kernel,
-        (ROWS, 1),
-        numbers=(SIZE,),
-        constants={"GELU": False, "BLOCK": 1024},
-        options={"num_warps": 4},
-    )
+def new_launch() -> Callable[..., None]:
+    launch = Launcher(act_and_mul_kernel)[ROWS, 1]
+    return partial(launch, intermediate_size=SIZE, GELU=False, BLOCK=1024, num_warps=4)
 
 
 def check(out: torch.Tensor, x: torch.Tensor) -> None:

@@ -60,6 +60,7 @@ def test_the_largest_bucket_follows_the_model() -> None:
         assert row_buckets(8448, PRESETS[name]) == large
     small = (*large, *range(1152, 2049, 128), *range(2304, 3841, 256))
     assert row_buckets(8448, PRESETS["qwen3-0.6b"]) == small
+    assert row_buckets(8448, PRESETS["qwen3-30b-a3b-fp8"]) == (*small, 4096)
     assert row_buckets(2048 + 64, PRESETS["qwen3-0.6b"]) == small[: small.index(2048) + 1]
     assert row_buckets(8448, PRESETS["tiny"])[-4:] == (6656, 7168, 7680, 8192), "no forward is longer"
     assert row_buckets(15, PRESETS["tiny"]) == ()

@@ -1,7 +1,8 @@
-"""Repeated launches: what Triton is asked, what is launched without asking, and what the driver gets."""
+"""Launches: what Triton is asked, what is launched without asking, and what the driver gets."""
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="Triton is published for Linux only")
 
-from bullet_graph.kernels.decode_attention import RepeatedLaunch
+from bullet_graph.kernels.launch import Launcher
 
 CONSTANTS = {"WIDTH": 128, "BLOCK": 64}
 BYTES = torch.zeros(256, dtype=torch.uint8)
@@ -52,17 +53,17 @@ class Kernel:
         return launch
 
 
-def launch_of(kernel: Kernel) -> RepeatedLaunch:
-    return RepeatedLaunch(kernel, (7,), numbers=(3,), constants=CONSTANTS, options={"num_warps": 4})
+def launch(launcher: Launcher, x: Tensor, out: Tensor, rows: int = 3, **named: int) -> None:
+    launcher[(7,)](x, out, rows, **{**CONSTANTS, "num_warps": 4, **named})
 
 
 def test_triton_is_asked_once() -> None:
     kernel = Kernel()
-    launch, x, out = launch_of(kernel), at(0), at(16)
-    launch(x, out)
-    launch(out, x)
-    launch(at(32), at(48))
-    assert kernel.launches == [((7, 1, 1), (x, out, 3), {**CONSTANTS, "num_warps": 4})]
+    launcher, x, out = Launcher(kernel), at(0), at(16)
+    launch(launcher, x, out)
+    launch(launcher, out, x)
+    launch(launcher, at(32), at(48), 5)
+    assert kernel.launches == [((7,), (x, out, 3), {**CONSTANTS, "num_warps": 4})]
     (found,) = kernel.found
     assert found is not None
     grids, arguments = zip(*found.launches, strict=True)
@@ -72,32 +73,59 @@ def test_triton_is_asked_once() -> None:
         [at(16).data_ptr(), at(0).data_ptr()],
         [at(32).data_ptr(), at(48).data_ptr()],
     ]
-    assert [taken[2:] for taken in arguments] == [(3, 128, 64)] * 2
+    assert [taken[2:] for taken in arguments] == [(3, 128, 64), (5, 128, 64)]
 
 
-def test_other_alignment_asks_again() -> None:
+def test_numbers_by_name_come_in_the_signature_s_order() -> None:
     kernel = Kernel()
-    launch = launch_of(kernel)
-    for offset in (0, 32, 4, 36, 16):
-        launch(at(offset), at(64))
-    assert [arguments[0].data_ptr() for _, arguments, _ in kernel.launches] == [
-        at(offset).data_ptr() for offset in (0, 4, 16)
-    ]
-    assert [len(found.launches) for found in kernel.found if found is not None] == [1, 1, 0]
+    launcher = Launcher(kernel)
+    for _ in range(2):
+        launcher[7, 2](at(0), at(16), BLOCK=64, num_warps=4, WIDTH=128, rows=3)
+    (found,) = kernel.found
+    assert found is not None
+    ((grid, arguments),) = found.launches
+    assert (grid, arguments[2:]) == ((7, 2, 1), (3, 128, 64))
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"x": at(4)},
+        {"out": at(8)},
+        {"x": at(0).view(torch.int8)},
+        {"rows": 1},
+        {"rows": 48},
+        {"rows": 2**31 + 1},
+        {"rows": True},
+        {"rows": None},
+        {"BLOCK": 32},
+        {"num_warps": 8},
+    ],
+)
+def test_what_triton_would_compile_anew_asks_again(other: dict[str, Any]) -> None:
+    kernel = Kernel()
+    launcher = Launcher(kernel)
+    usual = {"x": at(0), "out": at(16)}
+    for arguments in (usual, usual | other, usual, usual | other):
+        launch(launcher, **arguments)
+    assert len(kernel.launches) == 2
+    assert [len(found.launches) for found in kernel.found if found is not None] == [1, 1]
+
+
+def test_descriptors_differ_by_their_blocks() -> None:
+    kernel = Kernel()
+    launcher = Launcher(kernel)
+    for shape in ([64, 64], [64, 64], [128, 64]):
+        launch(launcher, at(0), SimpleNamespace(base=at(16), block_shape=shape))  # type: ignore[arg-type]
+    assert len(kernel.launches) == 2
 
 
 def test_nothing_found_asks_each_time() -> None:
     kernel = Kernel(lambda: None)
-    launch = launch_of(kernel)
+    launcher = Launcher(kernel)
     for _ in range(3):
-        launch(at(0), at(16))
+        launch(launcher, at(0), at(16))
     assert len(kernel.launches) == 3
-
-
-@pytest.mark.parametrize("constants", [{"BLOCK": 64, "WIDTH": 128}, {"WIDTH": 128}])
-def test_constants_are_the_last_parameters_in_their_order(constants: dict[str, int]) -> None:
-    with pytest.raises(ValueError, match="constants are"):
-        RepeatedLaunch(Kernel(), (1,), numbers=(), constants=constants, options={})
 
 
 # ---- what a driver that launches nothing gets of decode attention, compiled without a GPU ----

@@ -1,0 +1,58 @@
+"""Launches of Triton's kernels that find what is compiled in a dictionary.
+
+Triton's own Python takes 20 to 50 µs to find the compiled kernel of a launch, longer than many a kernel runs. A forward
+that is launched kernel by kernel would keep the device waiting.
+"""
+
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any
+
+from torch import Tensor
+
+_ALIGNMENT_BYTES = 16
+"""Triton compiles a kernel anew for pointers, and whole numbers, that are no multiples of this."""
+
+
+class Launcher:
+    """Launches a kernel as Triton does: ``Launcher(kernel)[grid](*tensors_and_numbers, **constants_and_options)``.
+
+    Triton is asked at the first launch with these constants, options, and kinds of arguments: dtype and alignment of
+    tensors, what Triton compiles numbers by. Arguments are in the signature's order; those by name are its last.
+    """
+
+    def __init__(self, kernel: Any) -> None:
+        self._kernel = kernel
+        self._names: tuple[str, ...] = tuple(kernel.arg_names)
+        self._compiled: dict[tuple[object, ...], Any] = {}
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        return partial(self._launch, grid)
+
+    def _launch(self, grid: tuple[int, ...], *arguments: Any, **named: Any) -> None:
+        kinds = [
+            (x.dtype, x.get_device(), x.data_ptr() % _ALIGNMENT_BYTES == 0) if isinstance(x, Tensor) else _kind(x)
+            for x in arguments
+        ]
+        key = (*kinds, *named.items())
+        compiled = self._compiled.get(key)
+        if compiled is None:
+            # None in Triton's interpreter, which compiles nothing.
+            self._compiled[key] = self._kernel[grid](*arguments, **named)
+            return
+        last = [named[name] for name in self._names[len(arguments) :]]
+        compiled[(*grid, 1, 1)[:3]](*arguments, *last)
+
+
+def _kind(value: Any) -> object:
+    """What Triton compiles a kernel by, of an argument that is no tensor."""
+    if isinstance(value, int):
+        return type(value), value == 1, value % _ALIGNMENT_BYTES == 0, value.bit_length() > 31
+    # A descriptor of a tensor, for TMA.
+    return (value.base.dtype, *value.block_shape) if hasattr(value, "block_shape") else type(value)
+
+
+@cache
+def quick(kernel: Any) -> Launcher:
+    """The one launcher of a kernel."""
+    return Launcher(kernel)
