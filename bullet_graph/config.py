@@ -86,8 +86,7 @@ def parse_bytes(text: str) -> int:
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(?:([kmgt]?)(i?)b)?\s*", text.lower())
     if match is None or (match[3] and not match[2]):
         raise ConfigError(f"{text!r} is no size: write 8GiB, 512MiB, 1.5GB or a number of bytes")
-    base = 1024 if match[3] else 1000
-    return int(float(match[1]) * base ** " kmgt".index(match[2] or " "))
+    return int(float(match[1]) * (1024 if match[3] else 1000) ** " kmgt".index(match[2] or " "))
 
 
 def parse_counts(text: str) -> tuple[int, ...]:

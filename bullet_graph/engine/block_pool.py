@@ -154,8 +154,7 @@ class BlockPool:
 
     def find(self, keys: Iterable[bytes]) -> list[int]:
         """The blocks of these keys, up to the first that the cache lacks."""
-        found = takewhile(lambda block: block is not None, map(self._by_key.get, keys))
-        return list(found)  # type: ignore[arg-type]
+        return list(takewhile(lambda block: block is not None, map(self._by_key.get, keys)))  # type: ignore[arg-type]
 
     def num_held(self, blocks: Iterable[int]) -> int:
         """How many of these some slot holds: sharing them needs no free block."""

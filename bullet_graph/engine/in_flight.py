@@ -104,8 +104,7 @@ class InFlight:
         oldest = self.oldest[lane]
         if oldest is None:
             return 0.0
-        predicted_s = sum(launch.predicted_ms or 0.0 for launch in self._lanes[lane]) / 1e3
-        return max(predicted_s - (now_s - oldest[1]), 0.0)
+        return max(sum(launch.predicted_ms or 0.0 for launch in self._lanes[lane]) / 1e3 - (now_s - oldest[1]), 0.0)
 
     # ---- which SMs it uses ----
 

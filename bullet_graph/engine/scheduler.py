@@ -324,8 +324,7 @@ class Scheduler:
 
     def _keys_to_find(self, sequence: Sequence) -> list[bytes]:
         """Keys of the blocks that a waiting sequence may share; a prompt that is scored needs all its rows."""
-        num_blocks = 0 if sequence.is_scored else (sequence.num_tokens - 1) // self.pool.block_tokens
-        return sequence.block_keys[:num_blocks]
+        return sequence.block_keys[: (0 if sequence.is_scored else (sequence.num_tokens - 1) // self.pool.block_tokens)]
 
     def _look_up(self, sequence: Sequence, least: int = AWAITED_BLOCKS) -> list[int]:
         """Find the blocks that a waiting sequence can share, and the key that it awaits."""

@@ -17,8 +17,7 @@ FINE_ROWS = 1024
 """For any model, piecewise graphs reach this number of rows, in steps of at most a matrix product's tile."""
 
 EXPERTS_ROWS = 4096
-"""For models with experts, they reach this one: a layer is 15 launches, in FP8 0.7 ms (H100), and twice that beside
-clients in the process (bench/LOG.md)."""
+"""With experts, they reach this one: a layer has 15 launches, in FP8 0.7 to 1.9 ms of the host (bench/LOG.md)."""
 
 _ROW_STEPS = ((256, 16), (512, 32), (FINE_ROWS, 64), (2048, 128), (4096, 256))
 """(last bucket, step up to it): above 256 rows, padding is at most an eighth of the rows, 4 % on average."""

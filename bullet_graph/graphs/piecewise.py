@@ -29,8 +29,7 @@ def piecewise_scratch_bytes(config: ModelConfig, max_rows: int, *, dtype_bytes: 
     a pool for intermediate results: at most three of [rows, hidden_size] at a time, and those inside an MLP.
     """
     buffers = 2 * config.hidden_size + (config.q_size + 2 * config.kv_size) + 2 * config.q_size
-    results = 3 * config.hidden_size + config.mlp_result_size
-    return max_rows * ((buffers + results) * dtype_bytes + 2 * 4)
+    return max_rows * ((buffers + 3 * config.hidden_size + config.mlp_result_size) * dtype_bytes + 2 * 4)
 
 
 class PiecewiseForward:

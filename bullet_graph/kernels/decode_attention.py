@@ -4,7 +4,6 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -20,9 +19,6 @@ from bullet_graph.kernels.launch import quick
 from bullet_graph.kernels.memory import KVCache
 from bullet_graph.kernels.shared_blocks import MOST_MEMBERS, SharedBlocks, saved_blocks, shared_blocks
 from bullet_graph.perf.roofline import DecoderShape
-
-Launch: TypeAlias = Callable[..., None]
-"""Enqueues a kernel over the tensors that it is given, on the current stream."""
 
 _LEAST_Q_BLOCK = 16
 """Rows of the tensor cores' smallest product."""
@@ -198,7 +194,7 @@ class TritonDecodeAttention:
         *,
         members: int = 1,
         goes_on: bool = False,
-    ) -> Launch:
+    ) -> Callable[..., None]:
         config = self._config
         head_groups = config.num_kv_heads // settings.kv_heads
         combines = rows >= settings.combine_rows or members > 1
@@ -226,7 +222,7 @@ class TritonDecodeAttention:
             maxnreg=None if members > 1 else settings.max_registers,
         )
 
-    def _combination(self, rows: int, workers: int) -> Launch:
+    def _combination(self, rows: int, workers: int) -> Callable[..., None]:
         config, overlap = self._config, self._overlap_launches
         return partial(
             quick(combine_partials_kernel)[rows, config.num_heads],
@@ -252,9 +248,9 @@ class PlannedDecode(Attention):
     lane: TritonDecodeAttention
     batch: DecodeBatch
     num_rows: int
-    attention: Mapping[int | None, Launch]
-    combination: Launch | None
-    prefixes: Launch | None = None
+    attention: Mapping[int | None, Callable[..., None]]
+    combination: Callable[..., None] | None
+    prefixes: Callable[..., None] | None = None
 
     def run_into(self, layer: int, rows: LayerRows, out: Tensor) -> None:
         """Queries and ``out`` are [rows, num_heads, head_dim] and contiguous; ConfigError for others."""

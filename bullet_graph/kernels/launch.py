@@ -10,8 +10,8 @@ from typing import Any
 
 from torch import Tensor
 
-_ALIGNMENT_BYTES = 16
-"""Triton compiles a kernel anew for pointers, and whole numbers, that are no multiples of this."""
+_ALIGNMENT = 16
+"""Triton compiles a kernel anew for addresses, and whole numbers, that are no multiples of this."""
 
 
 class Launcher:
@@ -31,28 +31,23 @@ class Launcher:
 
     def _launch(self, grid: tuple[int, ...], *arguments: Any, **named: Any) -> None:
         kinds = [
-            (x.dtype, x.get_device(), x.data_ptr() % _ALIGNMENT_BYTES == 0) if isinstance(x, Tensor) else _kind(x)
+            (x.dtype, x.get_device(), x.data_ptr() % _ALIGNMENT == 0) if isinstance(x, Tensor) else _kind(x)
             for x in arguments
         ]
         key = (*kinds, *named.items())
-        compiled = self._compiled.get(key)
-        if compiled is None:
-            # None in Triton's interpreter, which compiles nothing.
-            self._compiled[key] = self._kernel[grid](*arguments, **named)
+        if (compiled := self._compiled.get(key)) is None:
+            self._compiled[key] = self._kernel[grid](*arguments, **named)  # None in Triton's interpreter
             return
-        last = [named[name] for name in self._names[len(arguments) :]]
-        compiled[(*grid, 1, 1)[:3]](*arguments, *last)
+        compiled[(*grid, 1, 1)[:3]](*arguments, *(named[name] for name in self._names[len(arguments) :]))
 
 
 def _kind(value: Any) -> object:
     """What Triton compiles a kernel by, of an argument that is no tensor."""
     if isinstance(value, int):
-        return type(value), value == 1, value % _ALIGNMENT_BYTES == 0, value.bit_length() > 31
+        return type(value), value == 1, value % _ALIGNMENT == 0, value.bit_length() > 31
     # A descriptor of a tensor, for TMA.
     return (value.base.dtype, *value.block_shape) if hasattr(value, "block_shape") else type(value)
 
 
-@cache
-def quick(kernel: Any) -> Launcher:
-    """The one launcher of a kernel."""
-    return Launcher(kernel)
+quick = cache(Launcher)
+"""The one launcher of a kernel."""

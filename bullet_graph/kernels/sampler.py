@@ -130,8 +130,7 @@ def _count(token_id: int, slot: int, position: int, flags: int, state: SamplingS
         words = table[WORDS_COLUMN:TABLE_COLUMNS].view(sampling_params.MAX_BAD_WORDS, -1)
         last, before = words[:, 0].long(), words[:, 1:]
         recent[position % RECENT_TOKENS] = token_id
-        newest_last = recent.roll(-1 - position % RECENT_TOKENS)
-        completed = ((before == newest_last) | (before < 0)).all(-1)
+        completed = ((before == recent.roll(-1 - position % RECENT_TOKENS)) | (before < 0)).all(-1)
         words = last[last >= 0]
         marks[words] &= 2**31 - 1
         words = last[completed & (last >= 0)]

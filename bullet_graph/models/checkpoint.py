@@ -262,8 +262,7 @@ def _check_tensors(checkpoint: Checkpoint) -> None:
     for name, shape in expected.items():
         _check_tensor(checkpoint, name, [shape], [_FP8] if name in quantized else _PLAIN_TYPES)
     for name, shape in quantized.items():
-        is_channels = config.fp8 is not None and not config.fp8.blocks
-        shapes = [(), (1,), shape[:1], shape] if is_channels else [shape]
+        shapes = [(), (1,), shape[:1], shape] if (config.fp8 is not None and not config.fp8.blocks) else [shape]
         _check_tensor(checkpoint, scales[name] or "", shapes, _PLAIN_TYPES)
     for name, stored in checkpoint.tensors.items() if config.fp8_kv else ():
         if is_stored and name.endswith(unused[len(_UNUSED_SCALES) :]) and math.prod(stored.shape) != 1:

@@ -103,8 +103,7 @@ class Decoder:
             layer = self.weights.layers[index]
             inputs, norms = by_rope[layer.attention.rope], layer.attention.head_norms
             qkv, residual = functions.attention_input(x, residual, *layer.input_weights, eps)
-            q = functions.ops.rope_and_cache(qkv, inputs, self.cache.layer(index), norms)
-            rows = LayerRows.of(q, qkv)
+            rows = LayerRows.of(functions.ops.rope_and_cache(qkv, inputs, self.cache.layer(index), norms), qkv)
             if sampled is not None and index == self.config.num_layers - 1:
                 return self.finish_last_layer(rows, residual, sampled, functions)
             x, residual = functions.attention_output(attention.run(index, rows), residual, *layer.output_weights, eps)
@@ -155,8 +154,7 @@ class Decoder:
 
 def _inverse_frequencies(rope: Rope, rotary_dim: int, max_positions: int) -> Tensor:
     """theta ** (-2i / rotary_dim) (Su et al. 2021, section 3.2.2), slowed as the scaling says: [rotary_dim / 2]."""
-    exponents = torch.arange(0, rotary_dim, 2, dtype=torch.int64).float() / rotary_dim
-    inv_freq = 1.0 / (rope.theta**exponents)
+    inv_freq = 1.0 / (rope.theta ** (torch.arange(0, rotary_dim, 2, dtype=torch.int64).float() / rotary_dim))
     scaling = rope.scaling
     if scaling is None:
         return inv_freq

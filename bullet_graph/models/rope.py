@@ -107,8 +107,7 @@ def _yarn(rope: JsonObject, theta: float, original: int, rotary_dim: int) -> Rop
     factor = rope.read("factor", float)
 
     def index_that_turns(times: float) -> float:
-        length = min(max(original / (times * 2 * math.pi), 1e-99), 1e99)
-        return rotary_dim * math.log(length) / (2 * math.log(theta))
+        return rotary_dim * math.log(min(max(original / (times * 2 * math.pi), 1e-99), 1e99)) / (2 * math.log(theta))
 
     low = index_that_turns(rope.read("beta_fast", float, default=32.0))
     high = index_that_turns(rope.read("beta_slow", float, default=1.0))

@@ -104,6 +104,5 @@ def part_of(config: ModelConfig, name: str, shape: tuple[int, ...]) -> Part | No
     if projection == "qkv_proj":
         heads = whole.num_heads + 2 * whole.num_kv_heads
         q, kv = (shape[0] * count // heads for count in (whole.num_heads, whole.num_kv_heads))
-        keys_and_values = (share(kv, count=whole.num_kv_heads, first=first) for first in (q, q + kv))
-        return Part(0, (share(q), *keys_and_values))
+        return Part(0, (share(q), *(share(kv, count=whole.num_kv_heads, first=first) for first in (q, q + kv))))
     return None

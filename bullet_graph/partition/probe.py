@@ -156,8 +156,7 @@ class SmidProbe:
         self._erase(launch_stream)
         with ExitStack() as undo:
             # Relaxed: the kernel may be loaded into the stream's context only now, which other modes refuse.
-            mode = self.driver.api.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
-            call("cuStreamBeginCapture", stream, mode)
+            call("cuStreamBeginCapture", stream, self.driver.api.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED)
             try:
                 self._launch(stream, 0, 1)
             finally:

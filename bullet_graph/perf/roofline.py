@@ -327,8 +327,7 @@ class Roofline:
         return max(sizes, key=lambda tokens: (tokens / self.prefill(tokens, 0, sms).ms, tokens))
 
     def _weights_ms(self, rows: float, sms: int) -> float:
-        num_bytes = self._weight_bytes + touched_experts(self._shape, rows) * self._expert_bytes
-        return num_bytes / self._bytes_per_ms(sms)
+        return (self._weight_bytes + touched_experts(self._shape, rows) * self._expert_bytes) / self._bytes_per_ms(sms)
 
     def _sums_ms(self, rows: float) -> float:
         """Two sums a layer over ranks; each rank sends 2 (ranks - 1) / ranks of the rows, as in a ring."""
@@ -354,5 +353,4 @@ class Roofline:
 
     def _bytes_per_ms(self, sms: int) -> float:
         half = self._spec.half_bandwidth_share * self.num_sms
-        saturation = sms / (sms + half) * (self.num_sms + half) / self.num_sms
-        return self._spec.bandwidth_gb_s * 1e6 * saturation
+        return self._spec.bandwidth_gb_s * 1e6 * (sms / (sms + half) * (self.num_sms + half) / self.num_sms)

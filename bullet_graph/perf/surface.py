@@ -101,8 +101,7 @@ def fill_like(points: Iterable[tuple[float, float, float]], form: Surface) -> Su
 
 def nodes_around(measured: Sequence[float], end: float) -> list[float]:
     """Nodes on both sides of the measured ones: powers of two below the least, doubles of the largest, past ``end``."""
-    least = min(measured, default=end)
-    below = [float(1 << power) for power in range(math.ceil(math.log2(least)))]
+    below = [float(1 << power) for power in range(math.ceil(math.log2(min(measured, default=end))))]
     above = [2 * max(measured, default=end)]
     while above[-1] < end:
         above.append(2 * above[-1])

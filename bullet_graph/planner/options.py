@@ -255,8 +255,7 @@ class Options:
         prediction = self._model.split(decode_sms, *self._batch, tokens, self.backlog.pairs(tokens))
         interval_ms = prediction.decode_ms * self._corrections["split", "step"]
         prefill_ms = prediction.prefill_ms * self._corrections["split", "slice"]
-        in_time = TUNING.split_slice_ms * self._model.num_layers / prefill_ms
-        layers = round(min(in_time, self._predictor.slice_layers))
+        layers = round(min(TUNING.split_slice_ms * self._model.num_layers / prefill_ms, self._predictor.slice_layers))
         return self._option(
             "split",
             tokens,

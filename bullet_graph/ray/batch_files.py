@@ -195,12 +195,10 @@ def _output_tokens(request: Mapping[str, Any]) -> int:
     """The most tokens that a request asks for, as far as it is valid."""
     body = request["body"] if isinstance(request["body"], dict) else {}
     default = _DEFAULT_COMPLETION_TOKENS if request["url"] == COMPLETIONS else _MOST_TOKENS
-    asked = (body.get(name) for name in _LIMITS)
-    tokens = next((each for each in asked if isinstance(each, int)), default)
+    tokens = next((each for each in map(body.get, _LIMITS) if isinstance(each, int)), default)
     samples, prompt = body.get("n"), body.get("prompt")
     prompts = len(prompt) if isinstance(prompt, list) and not any(isinstance(each, int) for each in prompt) else 1
-    wanted = tokens * (samples if isinstance(samples, int) else 1) * prompts
-    return max(0, min(wanted, _MOST_TOKENS))
+    return max(0, min(tokens * (samples if isinstance(samples, int) else 1) * prompts, _MOST_TOKENS))
 
 
 class PartFile:

@@ -286,8 +286,7 @@ def look_at_cache(name: str, path: Path) -> CacheFolder:
 
 def default_decode_sms(num_sms: int) -> tuple[int, ...]:
     """About an eighth, a quarter and half of the GPU."""
-    sizes = {num_sms // share // _STEP_SMS * _STEP_SMS for share in (8, 4, 2)}
-    return tuple(sorted(sizes - {0}))
+    return tuple(sorted({num_sms // share // _STEP_SMS * _STEP_SMS for share in (8, 4, 2)} - {0}))
 
 
 def check_partitions(name: str, decode_sms: Iterable[int], *, num_sms: int, device: int = 0) -> PartitionChecks:

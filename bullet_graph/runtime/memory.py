@@ -159,8 +159,7 @@ def prefill_workspace_bytes(shape: DecoderShape) -> int:
     Where tiles are fewer than what fills the device, FlashInfer's fa2 splits keys until they do, and keeps partial
     outputs and their log-sum-exp in float32 for each (head, tile, row); fa3 keeps none.
     """
-    tiles = _SPLIT_TILES // shape.num_kv_heads + 1
-    return shape.num_heads * tiles * _TILE_ROWS * (shape.head_dim + 1) * 4 + 1024**2
+    return shape.num_heads * (_SPLIT_TILES // shape.num_kv_heads + 1) * _TILE_ROWS * (shape.head_dim + 1) * 4 + 1024**2
 
 
 def _activation_bytes(config: EngineConfig, model: ModelConfig, dtype_bytes: int) -> int:

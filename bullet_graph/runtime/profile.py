@@ -161,8 +161,7 @@ def profile_model(
         with open_workbench(prepared, progress=progress, communicators=communicators, ranks=ranks) as (bench, why):
             provenance["partition_backend"] = why
             tell(f"partitions: {why}")
-            num_graphs = bench.capture(plan.points, progress=progress)
-            tell(f"{num_graphs} decode graphs captured")
+            tell(f"{bench.capture(plan.points, progress=progress)} decode graphs captured")
             try:
                 for done in _measure(bench, plan, measured, time_budget_s or plan.guessed_s, progress):
                     passes.append(dataclasses.asdict(done))

@@ -208,8 +208,7 @@ class Ranks:
         open_ones = dict(zip(self._connections, range(1, self.num_ranks), strict=True))
         last_marks, progress_s = self._marks.tolist(), time.monotonic()
         while open_ones:
-            tick_s = min(1.0, LAUNCH_TIMEOUT_S / 4)
-            ended = self._receive(open_ones, tick_s)
+            ended = self._receive(open_ones, min(1.0, LAUNCH_TIMEOUT_S / 4))
             if self._is_stopping:
                 continue
             if ended:

@@ -196,8 +196,7 @@ class ChatFormat(AnswerFormat):
                 reason = "tool_calls"
         calls = {"tool_calls": tool_calls(deltas, streamed=streamed)} if deltas else {}
         if streamed:
-            has_content = words or self._parsers is None
-            return {"delta": ({"content": words} if has_content else {}) | calls}, reason
+            return {"delta": ({"content": words} if (words or self._parsers is None) else {}) | calls}, reason
         content = words if words or not calls else None
         return {"message": {"role": "assistant", "content": content, **calls}}, reason
 

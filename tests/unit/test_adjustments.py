@@ -60,8 +60,7 @@ def state_of(by: Adjustments, allowed: set[int] | None, **changes: object) -> Sa
     state.write_adjustments(1, adjustments_row(by, VOCAB))
     bits = np.zeros(64, dtype=np.uint8)
     bits[list(allowed or ())] = 1
-    words = np.packbits(bits, bitorder="little").view(np.int32)
-    state.bitmasks[1] = torch.from_numpy(words).to(DEVICE)
+    state.bitmasks[1] = torch.from_numpy(np.packbits(bits, bitorder="little").view(np.int32)).to(DEVICE)
     return state
 
 

@@ -132,8 +132,7 @@ def test_ranks_that_profile_agree_and_fail_together() -> None:
     config = EngineConfig(
         model="tiny", device="cpu", tensor_parallel_size=2, kv_cache_bytes=2**20, max_model_len=64, cpu_threads=1
     )
-    whole = resolve(config)
-    runtime = of_rank(config, whole, 0)
+    runtime = of_rank(config, resolve(config), 0)
     ledger = plan_ledger(replace(config, kv_cache_bytes=2**21), runtime)
     room = plan_ledger(config, runtime).num_kv_blocks
     assert room < ledger.num_kv_blocks

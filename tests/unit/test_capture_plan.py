@@ -41,8 +41,7 @@ MODEL = 'model = "llama-3.1-8b"'
 
 
 def rising(least: int, most: int) -> st.SearchStrategy[tuple[int, ...]]:
-    sizes = st.sets(st.integers(1, most), min_size=least, max_size=12)
-    return sizes.map(lambda found: tuple(sorted(found)))
+    return (st.sets(st.integers(1, most), min_size=least, max_size=12)).map(lambda found: tuple(sorted(found)))
 
 
 @st.composite

@@ -100,8 +100,7 @@ def test_padding_costs_what_the_padded_rows_cost_and_one_row_has_kernels_of_its_
 
 def test_a_split_that_has_no_graph_takes_turns_instead() -> None:
     prefill_ms = MODEL.prefill(2048, 204800.0).ms
-    usage = usage_of(decode(64, SPLIT, ms=12.0), chunk(2048, 1.5 * prefill_ms))
-    (demand,) = seen(usage, 48)
+    (demand,) = seen(usage_of(decode(64, SPLIT, ms=12.0), chunk(2048, 1.5 * prefill_ms)), 48)
     # Beside decode, prefill has two thirds of its rate: in 12 ms what takes 8 alone.
     expected = MODEL.decode(64, 64_000).ms + 8.0 - 12.0
     assert expected > 0.7

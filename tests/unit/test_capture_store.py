@@ -188,8 +188,7 @@ def _pipe(path: Path) -> None:
 
 
 def _link_folder(path: Path) -> None:
-    moved = path.parent.rename(path.parents[4] / "moved")
-    path.parent.symlink_to(moved)
+    path.parent.symlink_to(path.parent.rename(path.parents[4] / "moved"))
 
 
 @pytest.mark.parametrize(

@@ -72,8 +72,7 @@ def mooncake_rows(draw: st.DrawFn) -> list[dict[str, object]]:
         rest = draw(st.sampled_from([0, 1, 17, 300]) if num_blocks else st.sampled_from([1, 17, 300]))
         if rest and draw(st.booleans()):
             ids.append(names.setdefault((path, rest), len(names)))
-        length = 512 * num_blocks + rest
-        rows.append({"timestamp": 0, "input_length": length, "output_length": 3, "hash_ids": ids})
+        rows.append({"timestamp": 0, "input_length": 512 * num_blocks + rest, "output_length": 3, "hash_ids": ids})
     return rows
 
 

@@ -24,8 +24,7 @@ STEP = 2.0**-3
 
 
 def normal(*shape: int, seed: int = 3, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(*shape, generator=generator).to(dtype)
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def quantized_linear(out_features: int, in_features: int, *, blocks: bool, bias: bool = False) -> Linear:

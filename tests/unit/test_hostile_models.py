@@ -94,8 +94,7 @@ def test_json_that_no_parser_takes(folder: Path, name: str, content: str) -> Non
 
 @pytest.mark.parametrize("depth", [300, 900])
 def test_a_nested_value_is_shown_in_short(folder: Path, depth: int) -> None:
-    nested = json.loads("[" * depth + "]" * depth)
-    change_config(folder, hidden_size=nested)
+    change_config(folder, hidden_size=json.loads("[" * depth + "]" * depth))
     with pytest.raises(ModelError, match="hidden_size must be") as caught:
         load_model_config(folder)
     assert len(str(caught.value)) < 400

@@ -129,8 +129,7 @@ def test_tied_embeddings_are_one_tensor_whatever_else_is_stored(make: Make) -> N
     before = read_weights(folder)
     assert before.lm_head is before.embed
     assert HEAD not in load_file(folder / FILE)
-    inv_freq = "model.layers.0.self_attn.rotary_emb.inv_freq"
-    edited(folder, add={HEAD: torch.zeros(320, 64), inv_freq: torch.zeros(8)})
+    edited(folder, add={HEAD: torch.zeros(320, 64), ("model.layers.0.self_attn.rotary_emb.inv_freq"): torch.zeros(8)})
     after = read_weights(folder)
     assert after.lm_head is after.embed
     assert_equal(before, after)

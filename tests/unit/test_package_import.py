@@ -13,8 +13,7 @@ HEAVY = {"torch", "triton", "flashinfer", "transformers", "cuda", "numpy", "rich
 
 
 def in_a_process(code: str) -> str:
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    return done.stdout
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
 
 
 def test_help_loads_no_large_library() -> None:

@@ -33,14 +33,12 @@ class Ranks:
 
     def told(self, rank: int) -> Tensor:
         """[programs, ranks]: the last turn that each rank told each program of this one."""
-        words = self.memories[rank][SHARED_BYTES:].view(torch.int64)
-        return words[MAX_PROGRAMS:].view(MAX_PROGRAMS, self.num_ranks)
+        return (self.memories[rank][SHARED_BYTES:].view(torch.int64))[MAX_PROGRAMS:].view(MAX_PROGRAMS, self.num_ranks)
 
     def share(self, rank: int, x: Tensor, block: int) -> None:
         for program, part in enumerate(x.split(block)):
             turn = int(self.told(self.own)[program, rank]) + 1
-            half = turn % 2 * SHARED_BYTES // 2
-            place = self.memories[rank][half:].view(x.dtype)
+            place = self.memories[rank][turn % 2 * SHARED_BYTES // 2 :].view(x.dtype)
             place[program * BLOCK_BYTES // x.element_size() :][: len(part)] = part
             self.told(self.own)[program, rank] = turn
 

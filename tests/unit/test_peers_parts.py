@@ -181,8 +181,7 @@ class Budgeted(BudgetedSchedule, StubScheduler):
 
 def test_each_step_has_the_budget_of_the_moment(tmp_path: Path) -> None:
     budget = TokenBudget.create(tmp_path / "budget", 8192)
-    config = SimpleNamespace(additional_config={CONFIG_KEY: str(tmp_path / "budget")})
-    scheduler = Budgeted(config, block_size=16)
+    scheduler = Budgeted(SimpleNamespace(additional_config={CONFIG_KEY: str(tmp_path / "budget")}), block_size=16)
     assert scheduler.schedule() == (8192, 1024, False)
     budget.num_tokens = 512
     assert scheduler.schedule(True) == (512, 512, True)

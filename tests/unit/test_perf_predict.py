@@ -91,15 +91,13 @@ def test_mixed_points_at_two_contexts_give_the_slope() -> None:
         for tokens in (256, 1024)
         for context in (1000, 3000)
     }
-    model = with_points("mixed", points)
-    predicted = model.mixed(256, attention_pairs(256), 64, 64 * 2000)
+    predicted = with_points("mixed", points).mixed(256, attention_pairs(256), 64, 64 * 2000)
     assert predicted.ms == pytest.approx(10 + 256 / 50 + 4)
     assert predicted.measured
 
 
 def test_without_mixed_points_the_parts_are_added_up_and_flagged() -> None:
-    model = TableModel(h200_table(mixed=False), LLAMA_8B)
-    predicted = model.mixed(1024, attention_pairs(1024), 64, 64_000)
+    predicted = (TableModel(h200_table(mixed=False), LLAMA_8B)).mixed(1024, attention_pairs(1024), 64, 64_000)
     assert predicted.ms == pytest.approx(perf_tables.mixed_ms(1024, 64, 1000), rel=0.06)
     assert not predicted.measured
 

@@ -51,8 +51,7 @@ def test_both_phases_go_on_under_any_targets(
     policy: str, tpot: float | None, ttft: float | None, prompts: list[int], num_running: int, every_s: float
 ) -> None:
     """Every prompt is prefilled in bounded time beside sequences that never end, and these get their tokens."""
-    slo = Slo(ttft_ms=ttft, tpot_ms=tpot)
-    loop = Loop(policy, slo, num_running=num_running, output_tokens=ENDLESS)
+    loop = Loop(policy, Slo(ttft_ms=ttft, tpot_ms=tpot), num_running=num_running, output_tokens=ENDLESS)
     waiting = deque((loop.now() + i * every_s, tokens) for i, tokens in enumerate(prompts))
     # Alone it would take about 25 µs a token; a tenth of that rate half of the time, a pause before, and the rest.
     limit_s = loop.now() + len(prompts) * every_s + 0.6e-3 * sum(prompts) + 2 * TUNING.pause_patience_s + 3.0

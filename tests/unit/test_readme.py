@@ -73,8 +73,7 @@ def test_the_pages_show_every_command() -> None:
 
 @pytest.mark.parametrize("path", list(all_commands()), ids=lambda path: " ".join(path) or NAME)
 def test_help_has_examples_that_are_accepted(path: tuple[str, ...]) -> None:
-    examples = (find(list(path))[0].help or "").partition("Examples:\n")[2]
-    lines = command_lines(examples)
+    lines = command_lines((find(list(path))[0].help or "").partition("Examples:\n")[2])
     assert lines
     for line in lines:
         assert line.startswith(" ".join((NAME, *path)))

@@ -214,8 +214,7 @@ def summarize(
     last_s = max((r.metrics.token_times_s[-1] for r in requests if r.metrics.token_times_s), default=0.0)
     replay = Replay(requests, last_s - duration_s)
     started = datetime(2026, 3, 4, 5, 6, 7)
-    arrivals = Arrivals(request_rate=request_rate, **more)
-    return replay.result(arrivals, started=started, backend="b", model_id="m")
+    return replay.result(Arrivals(request_rate=request_rate, **more), started=started, backend="b", model_id="m")
 
 
 def test_every_figure_by_hand() -> None:

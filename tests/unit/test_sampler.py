@@ -47,8 +47,7 @@ def make_state(num_slots: int = 1, seed: int = 5, **changes: object) -> Sampling
 def draw(scores: list[float], positions: list[int], state: SamplingState, slot: int = 0) -> list[int]:
     """One token a position, all from the same logits."""
     logits = torch.tensor(scores).repeat(len(positions), 1)
-    slots = torch.full((len(positions),), slot)
-    return sample(logits, slots, torch.tensor(positions), state).tolist()
+    return sample(logits, torch.full((len(positions),), slot), torch.tensor(positions), state).tolist()
 
 
 def kept_tokens(

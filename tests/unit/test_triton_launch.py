@@ -87,21 +87,19 @@ def test_numbers_by_name_come_in_the_signature_s_order() -> None:
     assert (grid, arguments[2:]) == ((7, 2, 1), (3, 128, 64))
 
 
-@pytest.mark.parametrize(
-    "other",
-    [
-        {"x": at(4)},
-        {"out": at(8)},
-        {"x": at(0).view(torch.int8)},
-        {"rows": 1},
-        {"rows": 48},
-        {"rows": 2**31 + 1},
-        {"rows": True},
-        {"rows": None},
-        {"BLOCK": 32},
-        {"num_warps": 8},
-    ],
+TENSORS = ({"x": at(4)}, {"out": at(8)}, {"x": at(0).view(torch.int8)})
+NUMBERS = (
+    {"rows": 1},
+    {"rows": 48},
+    {"rows": 2**31 + 1},
+    {"rows": True},
+    {"rows": None},
+    {"BLOCK": 32},
+    {"num_warps": 8},
 )
+
+
+@pytest.mark.parametrize("other", TENSORS + NUMBERS)
 def test_what_triton_would_compile_anew_asks_again(other: dict[str, Any]) -> None:
     kernel = Kernel()
     launcher = Launcher(kernel)
