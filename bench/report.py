@@ -316,8 +316,7 @@ SIMULATED = """
 
 The fastest stable run of `auto` for each: measured / simulated with the current planner
 (`python -m bench.simulator_error`); then who is on time under `mixed` and `split`, and the share of device time that
-`auto` runs split. llama-3.1-8b where no model is named. That chats with one system prompt read its keys once is not
-simulated.
+`auto` runs split. llama-3.1-8b where no model is named.
 
 | GPU, requests, rate | on time, % | median TPOT, ms | p99 TTFT, ms | `mixed` / `split` | split, % |
 | --- | ---: | ---: | ---: | ---: | ---: |
