@@ -316,7 +316,7 @@ SIMULATED = """
 
 The fastest stable run of `auto` for each: measured / simulated with the current planner
 (`python -m bench.simulator_error`); then who is on time under `mixed` and `split`, and the share of device time that
-`auto` runs split. llama-3.1-8b where no model is named.
+`auto` runs split. llama-3.1-8b where no model is named. Chats on the H100 were measured before prompts waited for room.
 
 | GPU, requests, rate | on time, % | median TPOT, ms | p99 TTFT, ms | `mixed` / `split` | split, % |
 | --- | ---: | ---: | ---: | ---: | ---: |
