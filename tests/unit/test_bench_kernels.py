@@ -247,7 +247,7 @@ def test_a_workload_takes_its_forwards(tmp_path: Path) -> None:
     # A forward takes a millisecond per row here, so a workload takes one per token.
     assert conv["seconds"] == pytest.approx(conv["repeats"] * 1.024, rel=1e-3)
     assert code["step_ms"] == 1024.0
-    assert "% of 600, 690 W" in output
+    assert "(600 in a bf16 product), 690 W" in output
 
 
 def test_heat_comes_before_figures(monkeypatch: pytest.MonkeyPatch) -> None:
