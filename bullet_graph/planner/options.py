@@ -206,14 +206,15 @@ class Options:
     def mixed_sizes(self) -> list[Option]:
         """Mixed forwards to weigh: all rows, half of them, and so on; with a limit, the largest within it, and bursts.
 
-        A burst exceeds the limit once, within the slack of every sequence, and is far cheaper per prompt token.
+        A burst exceeds the limit once, within the slack of every sequence. It gains more prefill than the decode steps
+        cost that make it good, if a prompt token costs no more in it.
         """
         most = min(self._predictor.max_chunk_tokens, self.backlog.tokens)
         halvings = range(max((most // TUNING.least_chunk_tokens).bit_length(), 1))
         if self.limit_ms == math.inf:
             return [self.mixed(most >> halving) for halving in halvings]
         steady = self.largest_mixed() or self.mixed(TUNING.floor_tokens)
-        cost_ms = TUNING.burst_cost * self._added_ms_per_token(steady)
+        cost_ms = self._added_ms_per_token(steady)
         sizes = (most >> halving for halving in reversed(halvings))
         larger = (self.mixed(tokens) for tokens in sizes if tokens > steady.chunk_tokens)
         bursts = takewhile(lambda option: option.interval_ms <= self._burst_ms, larger)

@@ -33,9 +33,7 @@ class PlannerTuning:
     # Intervals are planned up to this many times the tightest TPOT target; a larger lead is kept.
     budget_cap: float = 1.15
     # A burst lasts at most this many times the tightest TPOT target; with 2, half of its gain is lost (bench/LOG.md).
-    # Per prompt token it costs at most this share of what the largest forward within the budget costs.
     burst_targets: float = 3.0
-    burst_cost: float = 0.8
     # Prefill may pause this long in favour of TPOT targets, then for every second tick at most.
     pause_patience_s: float = 1.0
     overdue_patience_s: float = 0.25  # the same once the first prompt's deadline has passed
