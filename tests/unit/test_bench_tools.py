@@ -4,6 +4,7 @@ import importlib
 import json
 import re
 import shlex
+import signal
 import time
 from pathlib import Path
 
@@ -31,7 +32,6 @@ def states(jobs: list[Job], results: Path, gpus: list[str | None], *, time_limit
 def test_commands_of_a_job_run_in_order_on_its_gpu_and_not_again(tmp_path: Path) -> None:
     job = Job("one", (APPEND % "a", APPEND % "b"))
     assert states([job], tmp_path, ["3"]) == ["done", "done"]
-    assert (tmp_path / "out").read_text() == "3 a;3 b;"
     assert states([job], tmp_path, ["3"]) == ["done before", "done before"]
     assert (tmp_path / "out").read_text() == "3 a;3 b;"
 
@@ -59,10 +59,10 @@ def test_a_failure_ends_its_job_alone(tmp_path: Path) -> None:
 def test_the_time_limit_interrupts_and_the_next_start_goes_on(tmp_path: Path) -> None:
     job = Job("slow", (APPEND % "first", SLEEP, APPEND % "last"))
     start_s = time.monotonic()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # as in a shell's background job
     assert states([job], tmp_path, [None], time_limit_s=2) == ["done", "stopped", "not begun"]
-    assert time.monotonic() - start_s < 45
-    again = Job("slow", (APPEND % "first", APPEND % "last"))
-    assert states([again], tmp_path, [None]) == ["done before", "done"]
+    assert time.monotonic() - start_s < 20
+    assert states([Job("slow", (APPEND % "first", APPEND % "last"))], tmp_path, [None]) == ["done before", "done"]
 
 
 def test_a_campaign_of_a_file_is_run_and_told(tmp_path: Path) -> None:
