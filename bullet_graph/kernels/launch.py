@@ -22,8 +22,7 @@ class Launcher:
     """
 
     def __init__(self, kernel: Any) -> None:
-        self._kernel = kernel
-        self._names: tuple[str, ...] = tuple(kernel.arg_names)
+        self._kernel, self._names = kernel, tuple(kernel.arg_names)
         self._compiled: dict[tuple[object, ...], Any] = {}
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
@@ -45,8 +44,9 @@ def _kind(value: Any) -> object:
     """What Triton compiles a kernel by, of an argument that is no tensor."""
     if isinstance(value, int):
         return type(value), value == 1, value % _ALIGNMENT == 0, value.bit_length() > 31
-    # A descriptor of a tensor, for TMA.
-    return (value.base.dtype, *value.block_shape) if hasattr(value, "block_shape") else type(value)
+    if hasattr(value, "block_shape"):  # a descriptor of a tensor, for TMA
+        return value.base.dtype, value.base.get_device(), *value.block_shape
+    return type(value)
 
 
 quick = cache(Launcher)

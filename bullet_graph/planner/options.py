@@ -206,8 +206,7 @@ class Options:
     def mixed_sizes(self) -> list[Option]:
         """Mixed forwards to weigh: all rows, half of them, and so on; with a limit, the largest within it, and bursts.
 
-        A burst exceeds the limit once, within the slack of every sequence. It gains more prefill than the decode steps
-        cost that make it good, if a prompt token costs no more in it.
+        A burst exceeds the limit once, within the slack of every sequence, and costs no more per prompt token.
         """
         most = min(self._predictor.max_chunk_tokens, self.backlog.tokens)
         halvings = range(max((most // TUNING.least_chunk_tokens).bit_length(), 1))

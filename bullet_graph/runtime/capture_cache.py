@@ -28,6 +28,7 @@ from bullet_graph.graphs.compiled import CompiledPart, LayerPart, compile_ahead,
 from bullet_graph.kernels.communicator import on_all_ranks
 from bullet_graph.kernels.flashinfer_attention import ModuleSpec, load_module, needed_modules
 from bullet_graph.kernels.gpu import Gpu
+from bullet_graph.kernels.launch import quick
 from bullet_graph.partition import offsets
 from bullet_graph.partition.calibrate import prove
 from bullet_graph.partition.smctrl import identify_driver
@@ -299,6 +300,7 @@ def _forget_kernels() -> None:
         return
     from triton.runtime.jit import JITFunction  # noqa: PLC0415 - published for Linux only
 
+    quick.cache_clear()
     for name, module in list(sys.modules.items()):
         if name.startswith("bullet_graph.kernels."):
             for function in vars(module).values():

@@ -12,7 +12,8 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="Triton is published for Linux only")
 
-from bullet_graph.kernels.launch import Launcher
+from bullet_graph.kernels.launch import Launcher, quick
+from bullet_graph.runtime.capture_cache import _forget_kernels
 
 CONSTANTS = {"WIDTH": 128, "BLOCK": 64}
 BYTES = torch.zeros(256, dtype=torch.uint8)
@@ -88,15 +89,7 @@ def test_numbers_by_name_come_in_the_signature_s_order() -> None:
 
 
 TENSORS = ({"x": at(4)}, {"out": at(8)}, {"x": at(0).view(torch.int8)})
-NUMBERS = (
-    {"rows": 1},
-    {"rows": 48},
-    {"rows": 2**31 + 1},
-    {"rows": True},
-    {"rows": None},
-    {"BLOCK": 32},
-    {"num_warps": 8},
-)
+NUMBERS = (*({"rows": rows} for rows in (1, 48, 2**31 + 1, True, None)), {"BLOCK": 32}, {"num_warps": 8})
 
 
 @pytest.mark.parametrize("other", TENSORS + NUMBERS)
@@ -119,11 +112,18 @@ def test_descriptors_differ_by_their_blocks() -> None:
 
 
 def test_nothing_found_asks_each_time() -> None:
-    kernel = Kernel(lambda: None)
-    launcher = Launcher(kernel)
+    launcher = Launcher(kernel := Kernel(lambda: None))
     for _ in range(3):
         launch(launcher, at(0), at(16))
     assert len(kernel.launches) == 3
+
+
+def test_kernels_of_a_rejected_entry_are_forgotten() -> None:
+    kernel = Kernel()
+    for _ in range(2):
+        launch(quick(kernel), at(0), at(16))
+        _forget_kernels()
+    assert len(kernel.launches) == 2
 
 
 # ---- what a driver that launches nothing gets of decode attention, compiled without a GPU ----
