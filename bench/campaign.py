@@ -92,7 +92,7 @@ class Campaign:
 
     def run(self) -> list[Outcome]:
         """Run all that is left; returns the outcome of every command, in the campaign's order."""
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # of a shell's background job, all children ignore it
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # which a background job's children would ignore
         outcomes: dict[str, list[Outcome]] = {}
         threads = [threading.Thread(target=self._run_job, args=(job, outcomes), name=job.name) for job in self._jobs]
         for thread in threads:

@@ -314,7 +314,7 @@ sharing wins. \\*: < 120 s of arrivals.
 SIMULATED = """
 ## Simulated beside measured
 
-The fastest stable run of `auto` for each: measured / simulated with the planner of 67d3604
+The fastest stable run of `auto` for each: measured / simulated
 (`python -m bench.simulator_error`); then who is on time under `mixed` and `split`, and the share of device time that
 `auto` runs split. llama-3.1-8b where no model is named. Chats on the H100 were measured before prompts waited for room.
 

@@ -128,7 +128,7 @@ def generated(model: str | Path, **settings: object) -> list[list[tuple[int, ...
 
 
 def check_most_equal(some: list[list[tuple[int, ...]]], others: list[list[tuple[int, ...]]]) -> None:
-    """What else is in the batch may change a product's last bit; rounding to FP8 then makes it a step, on some CPUs."""
+    """Other rows may change the last bit of an expert's product; rounded to FP8, it may change the router's choice."""
     assert sum(a == b for a, b in zip(some, others, strict=True)) >= len(PROMPTS) / 2
 
 
@@ -146,12 +146,11 @@ def scores(model: str | Path, **settings: object) -> torch.Tensor:
 )
 def test_every_policy_gives_the_same_tokens(tmp_path: Path, form: str, kv_cache_dtype: str, family: Family) -> None:
     write_fp8_checkpoint(tmp_path, form, family, head_dim=64, moe_intermediate_size=128)
-    policies = ["serial", "mixed:7", "auto"]
-    runs = [
-        generated(tmp_path, policy=policy, perf_table="roofline", kv_cache_dtype=kv_cache_dtype) for policy in policies
-    ]
+    settings = {"perf_table": "roofline", "kv_cache_dtype": kv_cache_dtype}
+    runs = [generated(tmp_path, policy=policy, **settings) for policy in ("serial", "mixed:7", "auto")]
     for other in runs[1:]:
         check_most_equal(runs[0], other)
+        assert family != "qwen3" or runs[0] == other
     assert len({tokens for output in runs[0] for each in output for tokens in each}) > 20
 
 
@@ -168,8 +167,7 @@ def test_an_fp8_cache_has_room_for_more_tokens() -> None:
     for kv_cache_dtype in ("auto", "fp8"):
         with make_engine(kv_cache_dtype=kv_cache_dtype, kv_cache_bytes=2**22) as engine:
             tokens[kv_cache_dtype] = engine.memory.num_kv_blocks
-    # float32 on the CPU.
-    assert tokens["fp8"] == 4 * tokens["auto"]
+    assert tokens["fp8"] == 4 * tokens["auto"]  # float32 on the CPU
 
 
 def test_scales_of_a_checkpoint_s_cache(tmp_path: Path) -> None:

@@ -32,6 +32,7 @@ def states(jobs: list[Job], results: Path, gpus: list[str | None], *, time_limit
 def test_commands_of_a_job_run_in_order_on_its_gpu_and_not_again(tmp_path: Path) -> None:
     job = Job("one", (APPEND % "a", APPEND % "b"))
     assert states([job], tmp_path, ["3"]) == ["done", "done"]
+    assert (tmp_path / "out").read_text() == "3 a;3 b;"
     assert states([job], tmp_path, ["3"]) == ["done before", "done before"]
     assert (tmp_path / "out").read_text() == "3 a;3 b;"
 
