@@ -72,9 +72,10 @@ class Row:
 
 
 def goodput_rows(task: Task) -> Iterator[Row]:
-    """Goodputs beside the best peer setting's, by the newest searches that bound their ratio."""
+    """Goodputs beside the best peer setting's, by the newest search that bounds their ratio, else by given rates."""
+    tried = sorted((task, *task.older), key=lambda one: bool(one.source.fields["settings"].get("rates")))
     for share in SHARES:
-        rows = (_goodput_row(each, share) for each in (task, *task.older) if CLAIMED in each.own)
+        rows = (_goodput_row(each, share) for each in tried if CLAIMED in each.own)
         yield from itertools.islice(filter(None, rows), 1)
 
 
@@ -109,9 +110,8 @@ def load_rows(task: Task, sources: Sequence[Source]) -> Iterator[Row]:
     if joules[0] and joules[1]:
         sides = [f"{side}, {1e3 * each[1]:.1f} mJ a token" for side, each in zip(sides, joules, strict=True) if each]
         ratio += f", {joules[0][1] / joules[1][1]:.2f}×"
-    name = (
-        f"{task.short.partition(',')[0]}, {task.num_prompts} at once, {task.model} ({own[0].removeprefix(OWN).strip()})"
-    )
+    setting = own[0].removeprefix(OWN).strip()
+    name = f"{task.short.partition(',')[0]}, {task.num_prompts} at once, {task.model} ({setting})"
     yield Row(name, *sides, ratio, "–" if limit is None else f"{limit:.2f} s ({own[1] / limit:.3f}×)", task.file)
 
 

@@ -5,6 +5,7 @@ import dataclasses
 import math
 import sys
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -107,9 +108,10 @@ class Simulator:
             memory_bytes = table.provenance.get("device_memory_bytes", known_bytes)
             self.unpadded = TableModel(table, self.model)
             self.performance = table_model(table, config.max_num_seqs, self.model)
+        self._padded = partial(PaddedModel, self.unpadded, routes=self.model.num_experts > 0)
         self.capture_plan = named_plan(config, dtype=self.dtype, num_sms=self.unpadded.num_sms)
         if self.capture_plan is not None:
-            self.performance = PaddedModel(self.unpadded, self.capture_plan.padded)
+            self.performance = self._padded(self.capture_plan.padded)
         self.kv_cache_tokens = self._kv_cache_tokens(memory_bytes)
         tokenizer = None if folder is None else Tokenizer.from_folder(folder)
         tokenize = None if tokenizer is None else tokenizer.encode
@@ -148,7 +150,7 @@ class Simulator:
         ``observers`` are ``trace``, ``on_done`` and ``on_step`` of :func:`bullet_graph.engine.simulation.simulate`.
         """
         config, arrivals, workload = self.config, arrivals or self.arrivals, workload or self.workload
-        padded = self.performance if capture_plan is None else PaddedModel(self.unpadded, capture_plan.padded)
+        padded = self.performance if capture_plan is None else self._padded(capture_plan.padded)
         started = datetime.now()
         simulation = serve_simulated(
             padded,

@@ -64,14 +64,15 @@ class PaddedModel:
     """Another model's predictions with decode steps padded as captured graphs pad them.
 
     ``pad`` gives the rows of the graph that serves a batch size on a decode lane of some SMs (None: the whole GPU).
+    Padding rows are alike, so they go to the same experts: with ``routes``, they count as one row.
     """
 
-    def __init__(self, model: PerformanceModel, pad: Callable[[int, int | None], int]) -> None:
+    def __init__(self, model: PerformanceModel, pad: Callable[[int, int | None], int], *, routes: bool) -> None:
         self.num_sms, self.num_layers, self.decode_sms = model.num_sms, model.num_layers, model.decode_sms
         self.prefill, self.mixed = model.prefill, model.mixed
         self.wave_chunk_tokens = model.wave_chunk_tokens
         self._model = model
-        self._pad = pad
+        self._pad = (lambda rows, sms: min(pad(rows, sms), rows + 1)) if routes else pad
 
     def decode(self, batch_size: int, kv_tokens: int, sms: int | None = None) -> Prediction:
         return self._model.decode(self._pad(batch_size, sms), kv_tokens, sms)

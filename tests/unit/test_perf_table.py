@@ -302,7 +302,7 @@ def test_every_shipped_table_can_be_read() -> None:
         assert table.complete
 
 
-# ---- arithmetic of bytes, waves and times: by hand, near to an H200's measurements, and sound elsewhere ----
+# ---- arithmetic of bytes, experts, waves and times: by hand, near to an H200's measurements, and sound elsewhere ----
 
 
 SMALL = PRESETS["qwen3-0.6b"]
@@ -310,9 +310,6 @@ COUNTED = replace(
     LLAMA_8B, vocab_size=100, hidden_size=8, intermediate_size=20, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=5
 )
 """Small enough to count by hand."""
-
-
-# ---- bytes ----
 
 
 def test_weight_bytes_by_hand() -> None:
@@ -355,9 +352,6 @@ def test_copy_bandwidth_counts_reads_and_writes(monkeypatch: pytest.MonkeyPatch)
     assert measure_copy_gb_per_s("cpu") == pytest.approx(2.0)
 
 
-# ---- experts ----
-
-
 MOE = PRESETS["qwen3-30b-a3b"]
 
 
@@ -397,9 +391,6 @@ def test_times_of_experts() -> None:
     assert 0 < wave_efficiency(8192, 132, MOE) <= 1
 
 
-# ---- waves ----
-
-
 @pytest.mark.parametrize(
     ("rows", "columns", "sms", "waves"),
     [(1536, 6144, 96, 3), (1537, 6144, 96, 4), (1, 256, 132, 1), (128, 257, 1, 2), (2048, 6144, 132, 3)],
@@ -427,9 +418,6 @@ def test_no_other_chunk_has_a_higher_rate(max_tokens: int, sms: int, shape: Mode
     assert 0 < wave_efficiency(best, sms, shape) <= 1
     rates = {tokens: tokens / roofline.prefill(tokens, 0, sms).ms for tokens in range(64, max_tokens + 1, 64)}
     assert rates[best] == max(rates.values())
-
-
-# ---- times ----
 
 
 @pytest.fixture(scope="module")
