@@ -247,8 +247,8 @@ def fleet_rows(folder: Path) -> Iterator[str]:
 def simulated_rows(folder: Path) -> Iterator[str]:
     """Each fastest stable run, measured and simulated (``bench.simulator_error``); then how far all of them differ."""
     path = folder / "error.json"
-    found = json.loads(path.read_text(encoding="utf-8"))["rows"] if path.is_file() else ()
-    stable = sorted((row for row in found if row["stable"]), key=lambda row: float(row["request_rate"]))
+    found = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {"rows": ()}
+    stable = sorted((row for row in found["rows"] if row["stable"]), key=lambda row: float(row["request_rate"]))
     for row in {tuple(row[key] for key in ("gpu", "model", "workload", "slo")): row for row in stable}.values():
         ways = row["measured"], row["simulated"]
         cells = (
@@ -262,7 +262,7 @@ def simulated_rows(folder: Path) -> Iterator[str]:
         yield f"| {name}, {row['request_rate']:.3g}/s | {' | '.join(cells)} | {others} | {split} |"
     if off := [abs(row["measured"]["slo_attainment"] - row["simulated"]["slo_attainment"]) for row in stable]:
         apart = f"{100 * median(off):.1f} points apart in the median, {100 * max(off):.1f} at most"
-        yield f"\nOn time, all {len(off)} runs: {apart}."
+        yield f"\nOn time, all {len(off)} runs: {apart}. Simulated by {found['provenance']['git_commit'][:7]}."
 
 
 # ---- the report ----
