@@ -64,7 +64,7 @@ class PaddedModel:
     """Another model's predictions with decode steps padded as captured graphs pad them.
 
     ``pad`` gives the rows of the graph that serves a batch size on a decode lane of some SMs (None: the whole GPU).
-    Padding rows are alike, so they go to the same experts: with ``routes``, they count as one row.
+    With ``routes``, the model has experts: rows of padding are alike, take the same ones, and count as one row.
     """
 
     def __init__(self, model: PerformanceModel, pad: Callable[[int, int | None], int], *, routes: bool) -> None:

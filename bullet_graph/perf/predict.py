@@ -34,11 +34,10 @@ _ENOUGH_SIZES = 3
 class TableModel:
     """Predicts times from a table; implements :class:`~bullet_graph.perf.performance.PerformanceModel`.
 
-    Within the measured range, times between rows rise as those of a roofline, since few rows touch few experts. They
-    are linear in the tokens that a row attends to, and rates are linear in SMs. Outside of it, a roofline scaled to the
-    nearest measured points takes over, and the prediction has ``measured=False``. Predictions never fall as rows or
-    depth rise, except for a split of a size that was not measured. Rows are at least 1; a mixed forward may have no
-    decode rows. Decode steps are not padded.
+    Between measured rows, times follow a roofline scaled to both: each row more touches fewer new experts. They are
+    linear in the tokens that a row attends to; rates are linear in SMs. Beyond the measured range the prediction has
+    ``measured=False``. Predictions never fall as rows or depth rise, except for a split of a size that was not
+    measured. Rows are at least 1; a mixed forward may have no decode rows. Decode steps are not padded.
 
     Raises PerfTableError where the table is of an interrupted profile, or of another model.
     """

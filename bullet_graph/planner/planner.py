@@ -155,8 +155,9 @@ class Planner:
             return next((o for o in splits if o.holds_tpot), None) or min(splits, key=attrgetter("interval_ms"))
         if self.policy.chunk_tokens is not None:
             return options.mixed(self.max_rows - options.batch_size)
-        least = options.decode_only() if self._may_pause(load) else options.mixed(TUNING.floor_tokens)
-        return options.largest_mixed() or least
+        if (largest := options.largest_mixed()) is not None:
+            return largest
+        return options.decode_only() if self._may_pause(load) else options.mixed(TUNING.floor_tokens)
 
     def _splits(self, options: Options) -> list[Option]:
         return [options.split(sms) for sms in self._lanes_for(options.batch_size)]

@@ -53,8 +53,8 @@ def test_exact_at_every_measured_point() -> None:
 @pytest.mark.parametrize("context", [100, 600, 2500, 6000])
 @pytest.mark.parametrize("batch_size", [3, 48, 100])
 def test_decode_between_the_measured_points(batch_size: int, context: int) -> None:
-    predicted = MODEL.decode(batch_size, batch_size * context)
-    assert predicted.ms == pytest.approx(perf_tables.decode_ms(batch_size, context), rel=0.04)
+    predicted, rel = MODEL.decode(batch_size, batch_size * context), 0.04 if batch_size == 3 else 0.02
+    assert predicted.ms == pytest.approx(perf_tables.decode_ms(batch_size, context), rel=rel)
     assert predicted.measured
 
 
@@ -287,7 +287,7 @@ def test_split_never_falls(model: TableModel, sms: int, batch_size: int, context
 
 
 def test_decode_steps_with_experts_between_the_measured_ones() -> None:
-    # A line from 16 to 64 rows is 8 % too low at 23. Of the 8 rows of 5 rows' graph, three are alike.
+    # A line from 16 to 64 rows is 8 % too low at 23. 5 rows run in a graph of 8: three are padding, which is alike.
     table = load_table("h200", model="qwen3-30b-a3b")
     errors = held_back_errors(table, table_model(table, 512, PRESETS["qwen3-30b-a3b"])).points
     percents = [abs(error.percent) for error in errors if error.kind == "decode"]
@@ -317,12 +317,11 @@ def test_noise_of_3_percent_stays_within_the_target() -> None:
 
 
 def test_errors_by_hand() -> None:
-    table = h200_table()
-    one, other, *_ = table.held_back
-    one_ms, other_ms = (error.predicted_ms for error in report_of(table).points[:2])
+    one, other, *_ = H200.held_back
+    one_ms, other_ms = (error.predicted_ms for error in report_of(H200).points[:2])
     # Measured at half of the prediction and at its double: 100 % too long, 50 % too short.
     held_back: Measured = {one: [(one_ms / 2,)], other: [(other_ms * 2,)]}
-    report = report_of(replace(table, held_back=held_back))
+    report = report_of(replace(H200, held_back=held_back))
     assert [point.percent for point in report.points] == pytest.approx([100, -50])
     assert report.overall is not None
     assert report.overall.median_percent == pytest.approx(75)
