@@ -71,7 +71,7 @@ def plan(
     simulator = Simulator(gpu=gpu, config=config, trace=trace, num_prompts=num_prompts, arrivals=arrivals)
     dtype, num_sms = simulator.dtype, simulator.performance.num_sms
     full = default_plan(config, dtype=dtype, num_sms=num_sms, shape=simulator.model, decode_sms=_lanes(simulator))
-    usage = CaptureUsage(simulator.unpadded)
+    usage = CaptureUsage(simulator.unpadded, routes=simulator.model.num_experts > 0)
     with progress_bar(not as_json and sys.stderr.isatty(), unit="req") as advance:
         simulator.run(config.policy, capture_plan=full, on_done=lambda _: advance(1), on_step=usage.note)
     groups = usage.groups(full)

@@ -23,7 +23,7 @@ from bullet_graph.graphs.capture_plan import (
 from bullet_graph.graphs.key import batch_size_buckets, smallest_holding
 from bullet_graph.hardware import GENERIC
 from bullet_graph.partition.masks import lane_sms
-from bullet_graph.perf.performance import PerformanceModel
+from bullet_graph.perf.performance import PaddedModel, PerformanceModel
 from bullet_graph.runtime.simulated import StepRecord
 
 SINGLE_ROW_LOSS = 0.146
@@ -121,11 +121,12 @@ class Group:
 class CaptureUsage:
     """Collects the steps of a run.
 
-    ``model`` must pad nothing. ``steps`` are by what would capture them, then by rows; ``beside_ms``, by SMs of the
-    decode lane, is the time of prefill on the other SMs, and its time on the whole GPU.
+    ``model`` must pad nothing; ``routes``: it has experts. ``steps`` are by what would capture them, then by rows;
+    ``beside_ms``, by SMs of the decode lane, is the time of prefill on the other SMs, and its time on the whole GPU.
     """
 
     model: PerformanceModel
+    routes: bool
     steps: dict[GroupKey, dict[int, list[StepRecord]]] = field(default_factory=dict)
     beside_ms: dict[int, tuple[float, float]] = field(default_factory=dict)
 
@@ -180,13 +181,10 @@ class CaptureUsage:
             padded_ms = self._padded_decode(size, _total(same, "kv_tokens") // len(same), len(same))
             demands.append(Demand(size, len(same), padded_ms, math.inf))
         every = [record for same in seen.values() for record in same]
-        depth = _total(every, "kv_tokens") // max(_total(every, "batch_size"), 1)
+        depth = max(_total(every, "kv_tokens") // max(_total(every, "batch_size"), 1), 1)
         unseen = set(batch_size_buckets(max_num_seqs)) - seen.keys()
-        weight = UNSEEN_SHARE * max(len(every), 1) / max(len(unseen), 1)
-        for size in unseen:
-            padded_ms = self._padded_decode(size, size * max(depth, 1), weight)
-            demands.append(Demand(size, 0, padded_ms, math.inf))
-        return demands
+        n = UNSEEN_SHARE * max(len(every), 1) / max(len(unseen), 1)
+        return demands + [Demand(size, 0, self._padded_decode(size, size * depth, n), math.inf) for size in unseen]
 
     def _beside(self, decode_sms: int, size: int, same: Sequence[StepRecord]) -> Demand:
         """Decode steps beside prefill; without a graph the two take turns on the whole GPU, and lose that time."""
@@ -205,8 +203,7 @@ class CaptureUsage:
         kv_tokens = _total(same, "kv_tokens") // n
 
         def ms(rows: int) -> float:
-            # Rows of padding attend to nothing.
-            padded = tokens + rows - size
+            padded = tokens + rows - size  # Padding attends to nothing.
             if not batch_size:
                 return self.model.prefill(padded, pairs).ms
             return self.model.mixed(padded, pairs, max(round(batch_size / n), 1), kv_tokens).ms
@@ -216,7 +213,10 @@ class CaptureUsage:
         return Demand(size, n, _padded(ms, size, n), n * eager_ms)
 
     def _padded_decode(self, size: int, kv_tokens: int, n: float, sms: int | None = None) -> PaddedMs:
-        return _padded(lambda rows: self.model.decode(rows, kv_tokens, sms).ms, size, n)
+        def ms(rows: int) -> float:
+            return PaddedModel(self.model, lambda *_: rows, routes=self.routes).decode(size, kv_tokens, sms).ms
+
+        return _padded(ms, size, n)
 
 
 def _total(same: Sequence[StepRecord], name: str) -> Any:

@@ -58,8 +58,8 @@ def chunk(tokens: int, ms: float, first: int = 0, last: int | None = None) -> St
     return StepRecord(Placement("prefill", SPLIT, first, last), StepWork(tokens, tokens * 100.0, 0, 0, 0), ms)
 
 
-def usage_of(*records: StepRecord) -> CaptureUsage:
-    usage = CaptureUsage(MODEL)
+def usage_of(*records: StepRecord, routes: bool = False) -> CaptureUsage:
+    usage = CaptureUsage(MODEL, routes)
     for record in records:
         usage.note(record)
     return usage
@@ -91,8 +91,9 @@ def test_padding_costs_what_the_padded_rows_cost_and_one_row_has_kernels_of_its_
     (demand,) = seen(usage_of(decode(40), decode(40)), None)
     assert demand.padded_ms(40) == 0
     assert demand.padded_ms(64) == pytest.approx(2 * (MODEL.decode(64, 40_000).ms - MODEL.decode(40, 40_000).ms))
-    assert demand.padded_ms(64) > 0
     assert demand.unserved_ms == math.inf, "no batch may be left out on the whole GPU"
+    (with_experts,) = seen(usage_of(decode(40), routes=True), None)
+    assert 0 < with_experts.padded_ms(41) == with_experts.padded_ms(64) < demand.padded_ms(64), "alike: as one row"
     (one,) = seen(usage_of(decode(1)), None)
     assert one.padded_ms(1) == 0
     assert one.padded_ms(2) >= SINGLE_ROW_LOSS * MODEL.decode(1, 1000).ms
