@@ -155,12 +155,11 @@ class Task:
 
     @property
     def short(self) -> str:
-        """Such as ``conv, TTFT 500 ms, TPOT 15 ms``."""
+        """Such as ``conv, 500/15 ms``, the targets of TTFT and TPOT."""
         name = self.workload.partition(":")[2] or self.workload
         if ":" not in self.slo:
             return f"{name}, {self.num_prompts} requests"
-        targets = self.slo.upper().replace(":", " ").replace("MS", " ms").replace(" TPOT", ", TPOT")
-        return f"{name}, {targets}"
+        return f"{name}, {self.slo.removeprefix('ttft:').replace('ms tpot:', '/').replace('ms', ' ms')}"
 
     @property
     def is_search(self) -> bool:
@@ -175,7 +174,7 @@ class Task:
 
 
 def tasks_of(sources: Sequence[Source]) -> list[Task]:
-    """What this engine and a peer were compared at, at one load at least; of the same searches, the newest."""
+    """What this engine and a peer were both measured at; of the same searches, the newest."""
     found: dict[tuple[object, ...], Task] = {}
     for source in sorted(filter(lambda one: one.is_comparison, sources), key=lambda one: one.date):
         for cell in source.fields["cells"]:
@@ -188,8 +187,7 @@ def tasks_of(sources: Sequence[Source]) -> list[Task]:
             task.files.extend({source.name}.difference(task.files))
     tasks: dict[tuple[object, ...], Task] = {}
     for task in found.values():
-        loads = [{run["request_rate"] for c in side.values() for run in c["runs"]} for side in (task.own, task.peers)]
-        if loads[0] & loads[1]:
+        if task.own and task.peers:
             # The number of requests of a search differs from run to run; all at once it is the work.
             key = task.model, task.workload, task.slo, None if task.is_search else task.num_prompts
             if (before := tasks.get(key)) is not None:

@@ -274,11 +274,11 @@ Machine: {device}, driver {driver}, {versions}. Weights are random, in the model
 
 **How to read the ratios.** "Ratio" is this engine over the best peer setting: goodput should be high, times and
 energy low. The peer may take another setting for each row; this engine runs `auto`, and its best setting all at once.
-Goodput is the highest rate at which 90 % of the requests (`goodput_99`: 99 %) meet both targets, in runs of two
-minutes or more. "<" is the lowest rate at which the peer failed: where its search ended early, the ratio is a range or
-bound. "Limit" is the time of the same kernels alone, on the same card under its power cap, or of the bytes at a copy's
-rate. Cards of one name differ by some 4 %: only figures of one file, or of one card, compare. Figures are of their
-file's date: the engine has changed since.
+Goodput is the highest rate at which 90 % of the requests (`goodput_99`: 99 %) meet both targets ("500/15 ms": of TTFT
+and TPOT), in runs of two minutes or more. "<" is the lowest rate at which the peer failed: where its search ended
+early, the ratio is a range or bound. "Limit" is the time of the same kernels alone, on the same card under its power
+cap, or of the bytes at a copy's rate. Cards of one name differ by some 4 %: only figures of one file, or of one card,
+compare. Figures are of their file's date: the engine has changed since.
 
 ## Headline figures
 

@@ -92,7 +92,7 @@ def test_figures_ratios_and_limits(results: Path, tmp_path: Path) -> None:
     # The longest of the 600 outputs has 739 tokens: half of the forwards have 512 rows, half 2,048.
     sides = "21.00 s, 20.0 mJ a token | 30.00 s, 25.0 mJ a token"
     assert f"| {sides} | 0.70×, 0.80× | 21.50 s (0.977×) | `peers_offline.json` |" in text
-    searched = "goodput_90, llama-3.1-8b, conv, TTFT 500 ms, TPOT 15 ms"
+    searched = "goodput_90, llama-3.1-8b, conv, 500/15 ms"
     sides = "≥ 24/s, p99 TTFT 900 ms | 20/s, p99 TTFT 10 ms"
     assert f"| {searched} | {sides} | ≥ 1.20× | – | `peers_conv.json` |" in text
     assert "| start, llama-3.1-8b, from a capture cache | 6.5 s |" in text
