@@ -99,8 +99,10 @@ def row_of(source: Source, cell: dict[str, Any], run: Run) -> dict[str, Any]:
 def main(folders: tuple[Path, ...], output_json: Path) -> None:
     """Simulate what was measured, for bench/results/simulated/error.json. A run takes some 30 s."""
     try:
-        sources = [source for folder in folders for source in read_results(folder)]
-        jobs = [(source, cell, run) for source in sources for cell, run in measured_runs(source)]
+        jobs = [(source, *one) for each in folders for source in read_results(each) for one in measured_runs(source)]
+        for name in {cell["workload"] for _, cell, _ in jobs if ":" not in cell["workload"]}:
+            if not Path(name).is_file():
+                raise ConfigError(f"{name}: this trace was measured with, and must lie here (see bench/README.md)")
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             rows = list(pool.map(row_of, *zip(*jobs, strict=True)))
         write_report(output_json, {"rows": rows}, device="cpu")

@@ -39,8 +39,7 @@ def write_comparison(path: Path, *cells: dict[str, Any], date: str = "", commit:
 
 
 def bare(part: str, rows: int, repeats: float, seconds: float) -> dict[str, Any]:
-    fields = {"part": part, "name": report_module.BARE_WAY, "rows": rows}
-    return fields | {"repeats": repeats, "seconds": seconds}
+    return {"part": part, "name": report_module.BARE_WAY, "rows": rows, "repeats": repeats, "seconds": seconds}
 
 
 @pytest.fixture
@@ -71,9 +70,8 @@ def results(tmp_path: Path) -> Path:
     phases: Any = [{"name": name, "start_s": 0.0, "end_s": 1.5} for name in ("imports", "kernels")]
     run = {"startup_s": 6.47, "first_token_s": 6.5, "phases": phases, "capture": None, "num_missing_graphs": 0}
     run |= {"compiles": {}, "cache_use": {}}
-    phases = {"cached_runs": [run], "avg_cached_startup_time": 6.47}
     start = {"model": "llama-3.1-8b", "argv": ["bullet-graph", "bench", "startup"], "provenance": PROVENANCE}
-    (folder / "startup.json").write_text(json.dumps(start | phases))
+    (folder / "startup.json").write_text(json.dumps(start | {"cached_runs": [run], "avg_cached_startup_time": 6.47}))
     (folder / "notes.json").write_text('{"what": "something else"}')
     return folder
 
@@ -107,9 +105,9 @@ def test_figures_ratios_and_limits(results: Path, tmp_path: Path) -> None:
 
 
 def test_which_runs_are_compared(results: Path, tmp_path: Path) -> None:
-    """Those of one card and clean commit count as one, with a common load; the newest that bound a ratio are shown."""
+    """Those of one card and clean commit count as one, at whatever rates; the newest that bound a ratio are shown."""
     write_comparison(results / "own_faster.json", cell(AUTO, run_at(25, 0.91)), date="2026-01-03")
-    write_comparison(results / "apart.json", cell(AUTO, run_at(5, 1.0)), cell(VLLM_512, run_at(4, 1.0)), model="tiny")
+    write_comparison(results / "apart.json", cell(AUTO, run_at(5, 1.0)), cell(VLLM_512, run_at(4, 0.5)), model="tiny")
     for commit, own in (("another", run_at(26, 1.0)), ("abc-dirty", run_at(27, 1.0))):
         write_comparison(results / f"{commit}.json", cell(AUTO, own), commit=commit)
     open_ended = cell(AUTO, run_at(20, 1.0)), cell(VLLM_512, run_at(20, 1.0))
@@ -119,7 +117,7 @@ def test_which_runs_are_compared(results: Path, tmp_path: Path) -> None:
     text = output.read_text(encoding="utf-8")
     sides = "≥ 25/s, p99 TTFT 10 ms | 20/s, p99 TTFT 10 ms"
     assert f"| {sides} | ≥ 1.25× | – | `peers_conv.json`, `own_faster.json` |" in text
-    assert "tiny" not in text
+    assert "tiny, conv, 500/15 ms | ≥ 5/s, p99 TTFT 10 ms | < 4/s | > 1.25× | – | `apart.json` |" in text
 
 
 def test_a_measured_run_is_simulated_by_its_own_settings(tmp_path: Path) -> None:
@@ -141,6 +139,9 @@ def test_a_measured_run_is_simulated_by_its_own_settings(tmp_path: Path) -> None
     assert figures["auto"].keys() >= {*simulator_error.FIGURES, "policy_shares"}
     with pytest.raises(ConfigError, match=r"failed: .*no-such"):
         simulator_error.simulated([*arguments, "--gpu", "no-such"])
+    write_comparison(tmp_path / "peers.json", own | {"workload": "absent.jsonl"}, peer, **settings)
+    result = CliRunner().invoke(simulator_error.main, ["--results", str(tmp_path), "--output-json", "error.json"])
+    assert (result.exit_code, "absent.jsonl: this trace was measured with" in result.stderr) == (2, True)
 
 
 def test_rates_of_split_over_mixed() -> None:
@@ -162,8 +163,7 @@ def test_check_tells_what_differs_and_writes_nothing(results: Path, tmp_path: Pa
     arguments = ("--results", results, "--output", output)
     assert report(*arguments, "--check").exit_code == 1
     assert not output.exists()
-    assert report(*arguments).exit_code == 0
-    assert report(*arguments, "--check").exit_code == 0
+    assert [report(*arguments, *more).exit_code for more in ((), ("--check",))] == [0, 0]
     (results / "notes.json").unlink()
     result = report(*arguments, "--check")
     assert (result.exit_code, "is not what the files say" in result.stderr) == (1, True)
