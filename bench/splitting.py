@@ -22,7 +22,7 @@ SECTION = """
 
 Sequences decode beside prompts without end, and both policies hold the TPOT target. Above 1, `split` computes more
 prompt tokens. 0: it cannot hold the target; 2.5: also more, or `mixed` cannot hold it. Hollow: one side lies beyond the
-measured table. Launches by the host, and bursts above the target, are not counted.
+measured table. Bursts and launches by the host do not count.
 
 ![Prompt tokens per second under split over mixed, by TPOT target]({path})"""
 """Of the report."""
