@@ -39,7 +39,7 @@ class Policy:
     performance and latency targets.
 
     ``chunk_tokens`` are the most rows of a forward of ``serial`` and ``mixed``; None takes the engine's
-    ``max_num_batched_tokens``, or, in ``mixed`` under a TPOT target, what the target allows. ``decode_sms`` are those
+    ``max_num_batched_tokens``, or, in ``mixed`` under a TPOT target, what ``auto`` would take. ``decode_sms`` are those
     of the decode lane in ``split``; None lets the planner choose. A wrong value raises ConfigError, at construction.
     """
 

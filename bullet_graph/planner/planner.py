@@ -109,9 +109,14 @@ class Planner:
         if decode is None or (load.chunk is not None and not self._lanes_for(decode.batch_size)):
             return self._prefill_only(load, backlog, predictor)
         options = Options(load, decode, backlog, predictor)
-        if self.policy.name == "auto":
+        if self.policy.name == "split" and (splits := self._splits(options)):
+            # The fewest SMs that hold the target; if none do, the fastest for decode.
+            forced = next((o for o in splits if o.holds_tpot), None) or min(splits, key=attrgetter("interval_ms"))
+        elif self.policy.name == "auto" or (self.policy.chunk_tokens is None and options.limit_ms < math.inf):
             return self._best(options, load)
-        return self._follow(self._forced(options, load), options, load, "forced")
+        else:
+            forced = options.mixed(self.max_rows - options.batch_size)
+        return self._follow(forced, options, load, "forced")
 
     # ---- one phase only, or no predictions ----
 
@@ -146,18 +151,7 @@ class Planner:
             return min(allowed_ms, TUNING.unhurried_ratio * step_ms)
         return 0.0
 
-    # ---- a forced policy ----
-
-    def _forced(self, options: Options, load: Load) -> Option:
-        """``mixed`` or ``split`` as well as they can; ``split`` mixes while no lane has a graph for so many rows."""
-        if self.policy.name == "split" and (splits := self._splits(options)):
-            # The fewest SMs that hold the target; if none do, the fastest for decode.
-            return next((o for o in splits if o.holds_tpot), None) or min(splits, key=attrgetter("interval_ms"))
-        if self.policy.chunk_tokens is not None:
-            return options.mixed(self.max_rows - options.batch_size)
-        if (largest := options.largest_mixed()) is not None:
-            return largest
-        return options.decode_only() if self._may_pause(load) else options.mixed(TUNING.floor_tokens)
+    # ---- the best of several options ----
 
     def _splits(self, options: Options) -> list[Option]:
         return [options.split(sms) for sms in self._lanes_for(options.batch_size)]
@@ -166,10 +160,8 @@ class Planner:
         """Sizes of the decode lane that have a graph for this batch, in SMs."""
         return [sms for sms in self._decode_sms if rows <= self.max_batch_sizes.get(sms, rows)]
 
-    # ---- the best of all policies ----
-
     def _best(self, options: Options, load: Load) -> Plan:
-        """``auto``: the highest throughput among the options that hold the targets; README.md tells it in full."""
+        """The highest throughput within the targets; only ``auto`` splits. README.md tells it in full."""
         assert self.predictor is not None
         pause = options.decode_only()
         unlimited = load.chunk is None and options.budget_ms == math.inf
@@ -178,7 +170,7 @@ class Planner:
             return self._follow(paced, options, load, "throughput", [pause, paced])
         # A chunk on the prefill lane stays there.
         beside = options.mixed_sizes() if load.chunk is None else []
-        if load.chunk is not None or not self.predictor.lane_waits_for_host:
+        if self.policy.name == "auto" and (load.chunk is not None or not self.predictor.lane_waits_for_host):
             beside += self._splits(options)
         weighed = [pause, *beside]
         if unlimited:

@@ -41,15 +41,14 @@ class ExpertModel(TableModel):
         return dataclasses.replace(mixed, ms=mixed.ms + 8 * (tokens > 0))
 
 
-def auto_over(device: Any, *decode_sms: int) -> Planner:
-    return Planner(Policy("auto"), max_chunk_tokens=MAX_CHUNK, decode_sms=decode_sms, model=device)
+def auto_over(device: Any, *decode_sms: int, policy: str = "auto") -> Planner:
+    return Planner(Policy.parse(policy), max_chunk_tokens=MAX_CHUNK, decode_sms=decode_sms, model=device)
 
 
 class TestAuto:
     def test_no_target_takes_the_highest_throughput_with_both_phases(self) -> None:
         plan = planner().plan(load_of(decoding(64), 8192))
-        assert plan.bound == "throughput"
-        assert plan.decode
+        assert (plan.bound, plan.decode) == ("throughput", True)
         assert plan.chunk_tokens
         best = max(o.throughput * (0.95 if o.slice_layers else 1) for o in plan.options)
         assert chosen(plan).throughput == pytest.approx(best)
@@ -173,16 +172,17 @@ class TestAuto:
         assert 15.0 < mixed.interval_ms <= TUNING.budget_cap * 15.0
         assert chosen(plan).interval_ms <= TUNING.budget_cap * 15.0
 
-    def test_a_burst_is_taken_where_it_is_cheaper_and_all_have_the_slack(self) -> None:
+    @pytest.mark.parametrize("policy", ["auto", "mixed"])
+    def test_a_burst_is_taken_where_it_is_cheaper_and_all_have_the_slack(self, policy: str) -> None:
         def plan_with(slack: float, device: Any) -> Plan:
-            return auto_over(device).plan(load_of(decoding(16, tpot=15.0, slack=slack), *[500] * 2, ttft_ms=500))
+            load = load_of(decoding(16, tpot=15.0, slack=slack), *[500] * 2, ttft_ms=500)
+            return auto_over(device, policy=policy).plan(load)
 
         plans = [plan_with(slack, ExpertModel()) for slack in (20.0, 30.0, 40.0)]
         assert chosen(plans[0]).interval_ms <= TUNING.budget_cap * 15.0
         assert [plan.chunk_tokens for plan in plans[1:]] == [500, 1000]
-        for slack, plan in zip((30.0, 40.0), plans[1:], strict=True):
-            assert TUNING.budget_cap * 15.0 < chosen(plan).interval_ms <= slack
-            assert chosen(plan).holds_tpot
+        for slack, option in zip((30.0, 40.0), map(chosen, plans[1:]), strict=True):
+            assert (TUNING.budget_cap * 15.0 < option.interval_ms <= slack, option.holds_tpot) == (True, True)
         # However much slack there is, no token waits for more than three targets.
         assert chosen(plan_with(math.inf, ExpertModel())).interval_ms <= TUNING.burst_targets * 15.0
         # Rows of a dense model cost much the same in any chunk.
