@@ -314,9 +314,9 @@ sharing wins. \\*: < 120 s of arrivals.
 SIMULATED = """
 ## Simulated beside measured
 
-The fastest stable run of `auto` for each: measured / simulated
-(`python -m bench.simulator_error`); then who is on time under `mixed` and `split`, and the share of device time that
-`auto` runs split. llama-3.1-8b where no model is named. The H100's chats were measured before prompts waited for room.
+The fastest stable run of `auto` for each: measured / simulated (`python -m bench.simulator_error`); then who is on
+time under `mixed` (no bursts) and `split`, and the share of device time that `auto` runs split. llama-3.1-8b where no
+model is named. The H100's chats were measured before prompts waited for room.
 
 | GPU, requests, rate | on time, % | median TPOT, ms | p99 TTFT, ms | `mixed` / `split` | split, % |
 | --- | ---: | ---: | ---: | ---: | ---: |
