@@ -102,7 +102,7 @@ def main(folders: tuple[Path, ...], output_json: Path) -> None:
         jobs = [(source, *one) for each in folders for source in read_results(each) for one in measured_runs(source)]
         for name in {cell["workload"] for _, cell, _ in jobs if ":" not in cell["workload"]}:
             if not Path(name).is_file():
-                raise ConfigError(f"{name}: this trace was measured with, and must lie here (see bench/README.md)")
+                raise ConfigError(f"{name}: a measured run had this trace, but it is not here: see bench/README.md")
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             rows = list(pool.map(row_of, *zip(*jobs, strict=True)))
         write_report(output_json, {"rows": rows}, device="cpu")

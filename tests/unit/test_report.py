@@ -141,7 +141,7 @@ def test_a_measured_run_is_simulated_by_its_own_settings(tmp_path: Path) -> None
         simulator_error.simulated([*arguments, "--gpu", "no-such"])
     write_comparison(tmp_path / "peers.json", own | {"workload": "absent.jsonl"}, peer, **settings)
     result = CliRunner().invoke(simulator_error.main, ["--results", str(tmp_path), "--output-json", "error.json"])
-    assert (result.exit_code, "absent.jsonl: this trace was measured with" in result.stderr) == (2, True)
+    assert (result.exit_code, "absent.jsonl: a measured run had this trace" in result.stderr) == (2, True)
 
 
 def test_rates_of_split_over_mixed() -> None:
