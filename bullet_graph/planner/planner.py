@@ -145,9 +145,9 @@ class Planner:
 
     def _unhurried_ms(self, decode: DecodeLoad, step_ms: float) -> float:
         """The interval between steps of decode alone that targets allow, or 0 if a step lasts as long."""
-        # More sequences share a slower step, and with it the energy of reading the weights. One alone shares nothing.
+        # More sequences share slower steps, and so the energy of reading the weights. One alone waits for others.
         allowed_ms = TUNING.unhurried_share * min(decode.budget_ms, decode.target_ms)
-        if step_ms < allowed_ms < math.inf and decode.batch_size > 1:
+        if step_ms < allowed_ms < math.inf:
             return min(allowed_ms, TUNING.unhurried_ratio * step_ms)
         return 0.0
 

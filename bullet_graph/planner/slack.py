@@ -145,15 +145,15 @@ def rank_prompts(prompts: Sequence[PromptLoad], now_s: float, ms_per_token: floa
     in_time.sort()
     longest_first: list[tuple[int, int]] = []
     given_up: set[int] = set()
-    rate = 1 - _late_share(late, seconds, now_s)
-    # For a while, the late may have up to two periods more than their share.
-    end_s = now_s + sum(seconds[i] for i in resumed) + (2 * TUNING.late_period_s if late else 0.0)
+    rate, late_s = 1 - _late_share(late, seconds, now_s), sum(seconds[i] for _, i in late)
+    start_s, work_s = now_s + sum(seconds[i] for i in resumed), 0.0
     for due_s, _, _, i in in_time:
-        end_s += seconds[i] / rate
+        work_s += seconds[i]
         heappush(longest_first, (-prompts[i].tokens_left, i))
-        if end_s > due_s:
+        # For a while, the late may have up to two periods more than their share, but never more than they need.
+        if start_s + min(work_s / rate + 2 * TUNING.late_period_s, work_s + late_s) > due_s:
             _, dropped = heappop(longest_first)
-            end_s -= seconds[dropped] / rate
+            work_s -= seconds[dropped]
             given_up.add(dropped)
             late.append((last_s[dropped], dropped))
     kept = [i for *_, i in in_time if i not in given_up]

@@ -75,9 +75,9 @@ class PlannerTuning:
     # periods, which are short beside a TTFT target.
     late_share: float = 0.5
     late_period_s: float = 0.03125
-    # While no prompt waits, decode steps of several sequences begin at most this share of the TPOT target apart, and at
-    # most this many times their own duration.
-    unhurried_share: float = 0.75
+    # While no prompt waits, decode steps begin at most this share of the TPOT target apart, and at most this many times
+    # their own duration.
+    unhurried_share: float = 0.85
     unhurried_ratio: float = 2.0
 
 

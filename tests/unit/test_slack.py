@@ -240,6 +240,7 @@ class TestOrderPrompts:
         waited=st.floats(1.0, 40.0),
         fresh=st.lists(st.tuples(st.integers(1, 300), st.floats(0.2, 1.0)), min_size=1, max_size=8),
     )
+    @example(late_tokens=337, waited=26.0625, fresh=[(95, 1.0), (273, 0.703125)])  # its share is more than it needs
     def test_a_late_prompt_makes_no_prompt_late_that_is_kept(
         self, late_tokens: int, waited: float, fresh: list[tuple[int, float]]
     ) -> None:
