@@ -110,27 +110,28 @@ def gemv_fp8_kernel(
     BLOCK: tl.constexpr,
     GROUP: tl.constexpr,
     CHANNELS: tl.constexpr,
+    FEATURES: tl.constexpr,
 ):
-    """One output feature a program, as ``gemv_kernel``: GROUP columns of x, and of CHANNELS rows of weights, share a
+    """FEATURES outputs a program, as ``gemv_kernel``: GROUP columns of x, and of CHANNELS rows of weights, share a
     scale."""
-    feature = tl.program_id(0)
+    features = tl.program_id(0).to(tl.int64) * FEATURES + tl.arange(0, FEATURES)
     lanes = tl.arange(0, BLOCK)
-    row = weight_ptr + feature.to(tl.int64) * IN_FEATURES
-    scale_row = scale_ptr + feature // CHANNELS * tl.cdiv(IN_FEATURES, GROUP)
-    total = tl.zeros((BLOCK,), tl.float32)
+    rows = weight_ptr + features[:, None] * IN_FEATURES + lanes[None, :]
+    scale_rows = scale_ptr + features // CHANNELS * tl.cdiv(IN_FEATURES, GROUP)
+    total = tl.zeros((FEATURES, BLOCK), tl.float32)
     for start in range(0, IN_FEATURES, BLOCK):
-        weight = tl.load(row + start + lanes, eviction_policy="evict_first")
-        product = fp8_to_half(weight).to(tl.float32) * fp8_to_half(tl.load(x_ptr + start + lanes)).to(tl.float32)
+        weights = fp8_to_half(tl.load(rows + start, eviction_policy="evict_first")).to(tl.float32)
+        products = weights * fp8_to_half(tl.load(x_ptr + start + lanes)).to(tl.float32)[None, :]
         if GROUP < IN_FEATURES:
-            group = (start + lanes) // GROUP
-            product *= tl.load(x_scales_ptr + group) * tl.load(scale_row + group)
-        total += product
-    out = tl.sum(total, axis=0)
+            groups = (start + lanes) // GROUP
+            products *= tl.load(x_scales_ptr + groups)[None, :] * tl.load(scale_rows[:, None] + groups[None, :])
+        total += products
+    out = tl.sum(total, axis=1)
     if GROUP >= IN_FEATURES:
-        out *= tl.load(x_scales_ptr) * tl.load(scale_row)
+        out *= tl.load(x_scales_ptr) * tl.load(scale_rows)
     if HAS_BIAS:
-        out += tl.load(bias_ptr + feature).to(tl.float32)
-    tl.store(out_ptr + feature, out.to(out_ptr.dtype.element_ty))
+        out += tl.load(bias_ptr + features).to(tl.float32)
+    tl.store(out_ptr + features, out.to(out_ptr.dtype.element_ty))
 
 
 # The number of rows changes with every chunk: no value of it may be compiled for anew.

@@ -44,13 +44,18 @@ def quantize(x: Tensor, group: int) -> Quantized:
     return out
 
 
-def gemv_block(in_features: int, most: int) -> int:
-    """Columns of a block of a one-row product, which divide ``in_features``, a power of two up to ``most``.
+def gemv_layout(out_features: int, in_features: int) -> dict[str, int]:
+    """How a one-row product is divided over programs: FEATURES outputs each, in blocks of columns.
 
-    0 where a block would be too small: the product is left to the kernels of several rows.
+    BLOCK, a power of two, divides ``in_features``. Empty where it would be too small: the product is left to the
+    kernels of several rows.
     """
-    block = min(in_features & -in_features, most)
-    return block if block >= _GEMV_LEAST_BLOCK else 0
+    block = min(in_features & -in_features, _GEMV_BLOCK)
+    if block < _GEMV_LEAST_BLOCK:
+        return {}
+    # Two share the row's conversion to float32 (bench/LOG.md).
+    features = 1 if out_features % 2 else 2
+    return {"IN_FEATURES": in_features, "BLOCK": block, "FEATURES": features, "num_warps": 4}
 
 
 def linear_fp8(x: Quantized, linear: Linear, out: Tensor | None) -> Tensor:
@@ -60,18 +65,16 @@ def linear_fp8(x: Quantized, linear: Linear, out: Tensor | None) -> Tensor:
     assert group is not None
     out_features, in_features = weight.shape
     channels = 1 if len(scale) == out_features else FP8_BLOCK
-    block = gemv_block(in_features, _GEMV_BLOCK)
-    if len(x.values) == 1 and block:
+    layout = gemv_layout(out_features, in_features)
+    if len(x.values) == 1 and layout:
         if out is None:
             out = x.values.new_empty(1, out_features, dtype=x.dtype)
-        quick(fp8_kernels.gemv_fp8_kernel)[(out_features,)](
+        quick(fp8_kernels.gemv_fp8_kernel)[(out_features // layout["FEATURES"],)](
             *(x.values, x.scales, weight, scale, bias, out),
-            IN_FEATURES=in_features,
             HAS_BIAS=bias is not None,
-            BLOCK=block,
             GROUP=group,
             CHANNELS=channels,
-            num_warps=4 if in_features <= 8192 else 8,
+            **layout,
         )
         return out
     rows = len(x.values)

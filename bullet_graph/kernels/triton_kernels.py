@@ -81,27 +81,30 @@ def act_and_mul_kernel(gate_up_ptr, out_ptr, intermediate_size, GELU: tl.constex
 
 @triton.jit
 def gemv_kernel(
-    x_ptr, weight_ptr, bias_ptr, out_ptr, IN_FEATURES: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr
+    x_ptr,
+    weight_ptr,
+    bias_ptr,
+    out_ptr,
+    IN_FEATURES: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    FEATURES: tl.constexpr,
 ):
-    """One output feature a program: the product of one row with one row of the weights.
+    """FEATURES outputs a program: the products of one row with so many rows of the weights.
 
-    Streams the weights once, past the L2; BLOCK divides IN_FEATURES, so that loads need no mask. The next
-    block is under way while this one is added.
+    Streams the weights once, past the L2; BLOCK divides IN_FEATURES, so that loads need no mask.
     """
-    feature = tl.program_id(0)
+    features = tl.program_id(0).to(tl.int64) * FEATURES + tl.arange(0, FEATURES)
     lanes = tl.arange(0, BLOCK)
-    row = weight_ptr + feature.to(tl.int64) * IN_FEATURES + lanes
-    total = tl.zeros((BLOCK,), tl.float32)
-    weight = tl.load(row, eviction_policy="evict_first")
-    for start in range(0, IN_FEATURES - BLOCK, BLOCK):
-        following = tl.load(row + start + BLOCK, eviction_policy="evict_first")
-        total += weight.to(tl.float32) * tl.load(x_ptr + start + lanes).to(tl.float32)
-        weight = following
-    total += weight.to(tl.float32) * tl.load(x_ptr + IN_FEATURES - BLOCK + lanes).to(tl.float32)
-    out = tl.sum(total, axis=0)
+    rows = weight_ptr + features[:, None] * IN_FEATURES + lanes[None, :]
+    total = tl.zeros((FEATURES, BLOCK), tl.float32)
+    for start in range(0, IN_FEATURES, BLOCK):
+        weights = tl.load(rows + start, eviction_policy="evict_first").to(tl.float32)
+        total += weights * tl.load(x_ptr + start + lanes).to(tl.float32)[None, :]
+    out = tl.sum(total, axis=1)
     if HAS_BIAS:
-        out += tl.load(bias_ptr + feature).to(tl.float32)
-    tl.store(out_ptr + feature, out.to(out_ptr.dtype.element_ty))
+        out += tl.load(bias_ptr + features).to(tl.float32)
+    tl.store(out_ptr + features, out.to(out_ptr.dtype.element_ty))
 
 
 @triton.jit

@@ -14,12 +14,11 @@ from bullet_graph.kernels.gpu import Gpu
 from bullet_graph.kernels.launch import quick
 from bullet_graph.kernels.ops import Experts, HeadNorms, KeysValues, Linear, RowInputs, TorchOps
 from bullet_graph.kernels.sampler import SamplingState
-from bullet_graph.kernels.triton_fp8 import gemv_block, linear_fp8, new_quantized, quantize
+from bullet_graph.kernels.triton_fp8 import gemv_layout, linear_fp8, new_quantized, quantize
 from bullet_graph.kernels.triton_moe import experts_output
 
 _HEADS_BLOCK = 16
 _VOCAB_BLOCK = 4096
-_GEMV_BLOCK = 4096
 
 FUSED_SWIGLU_MIN_ROWS = 640
 """The fused SwiGLU product is used from this number of rows on.
@@ -105,13 +104,13 @@ class TritonOps(TorchOps):
             return linear_fp8(x, linear, out)
         assert isinstance(x, Tensor)
         out_features, in_features = weight.shape
-        block = gemv_block(in_features, _GEMV_BLOCK)
-        if len(x) != 1 or not block:
+        layout = gemv_layout(out_features, in_features)
+        if len(x) != 1 or not layout:
             return TorchOps.linear(x, linear, out)
         if out is None:
             out = x.new_empty(1, out_features)
-        quick(triton_kernels.gemv_kernel)[(out_features,)](
-            x, weight, bias, out, IN_FEATURES=in_features, HAS_BIAS=bias is not None, BLOCK=block, num_warps=4
+        quick(triton_kernels.gemv_kernel)[(out_features // layout["FEATURES"],)](
+            x, weight, bias, out, HAS_BIAS=bias is not None, **layout
         )
         return out
 
