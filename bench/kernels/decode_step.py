@@ -66,8 +66,7 @@ class Work:
 
 def group_of(name: str) -> str:
     """The group of a kernel by its name; the output head's product counts as "products" here."""
-    lowered = name.lower()
-    return next((group for group, parts in _NAMES.items() if any(p in lowered for p in parts)), "other")
+    return next((group for group, parts in _NAMES.items() if any(p in name.lower() for p in parts)), "other")
 
 
 def split_steps(kernels: Sequence[Kernel]) -> list[list[Kernel]]:

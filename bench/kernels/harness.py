@@ -243,7 +243,11 @@ def open_bench(
         partition_backend=backend,  # type: ignore[arg-type]
         decode_sms=tuple(decode_sms),
     )
-    with open_workbench(prepare_profile(config), progress=True) as (bench, why):
+    prepared = prepare_profile(config)
+    if too_large := [point for point in points if not prepared.limits.allows(point)]:
+        held = f"{prepared.limits.kv_tokens:,}"
+        raise ConfigError(f"{too_large[0]} need more than the KV cache's {held} tokens: ask for fewer rows")
+    with open_workbench(prepared, progress=True) as (bench, why):
         bench.capture(points, progress=True)
         bench.measure(points[0], _HEAT_S)
         yield bench, why

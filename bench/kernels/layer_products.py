@@ -42,8 +42,7 @@ LAYERS = 8
 
 def product_flops(config: ModelConfig, rows: int, *names: str) -> float:
     """Operations of the named products of one layer."""
-    shapes = layer_projections(config)
-    return 2.0 * rows * sum(math.prod(shapes[name]) for name in names)
+    return 2.0 * rows * sum(math.prod(layer_projections(config)[name]) for name in names)
 
 
 def random_linear(config: ModelConfig, rows: int, columns: int) -> Linear:

@@ -147,9 +147,7 @@ class Planner:
         """The interval between steps of decode alone that targets allow, or 0 if a step lasts as long."""
         # More sequences share slower steps, and so the energy of reading the weights. One alone waits for others.
         allowed_ms = TUNING.unhurried_share * min(decode.budget_ms, decode.target_ms)
-        if step_ms < allowed_ms < math.inf:
-            return min(allowed_ms, TUNING.unhurried_ratio * step_ms)
-        return 0.0
+        return min(allowed_ms, TUNING.unhurried_ratio * step_ms) if step_ms < allowed_ms < math.inf else 0.0
 
     # ---- the best of several options ----
 

@@ -33,7 +33,7 @@ from bench.kernels.harness import blocks_for, lengths, scattered_blocks
 from bullet_graph.errors import ConfigError
 from bullet_graph.models.presets import PRESETS
 from bullet_graph.perf.energy import DeviceMonitor, DeviceReport, SampleRange
-from bullet_graph.perf.profile_plan import ProfilePoint
+from bullet_graph.perf.profile_plan import ProfileLimits, ProfilePoint
 from bullet_graph.perf.provenance import collect_provenance
 from bullet_graph.perf.roofline import PROJECTIONS, decode_step_bytes
 from bullet_graph.workloads import WorkloadRequest
@@ -254,13 +254,20 @@ def test_heat_comes_before_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     """The bench captures what the points need, and runs until clocks are sustained, before it is handed out."""
     calls: list[str] = []
     bench = SimpleNamespace(capture=lambda *_, **__: calls.append("capture"), measure=lambda *_: calls.append("heat"))
+    limits = ProfileLimits(max_batch_size=64, max_tokens=2048, max_model_len=4096, kv_tokens=4096)
 
     @contextmanager
     def opened(prepared: Any, *, progress: bool) -> Iterator[tuple[Any, str]]:  # noqa: ARG001
-        assert (prepared.max_num_seqs, prepared.max_num_batched_tokens) == (64, 2048)
+        assert (prepared.config.max_num_seqs, prepared.config.max_num_batched_tokens) == (64, 2048)
         yield bench, "none"
 
-    monkeypatch.setattr(harness, "prepare_profile", lambda config: config)
+    monkeypatch.setattr(harness, "prepare_profile", lambda config: SimpleNamespace(config=config, limits=limits))
     monkeypatch.setattr(harness, "open_workbench", opened)
-    with harness.open_bench("tiny", [ProfilePoint("decode", batch_size=64), ProfilePoint("prefill", tokens=2048)]):
+    points = [ProfilePoint("decode", batch_size=64, context_tokens=64), ProfilePoint("prefill", tokens=2048)]
+    with harness.open_bench("tiny", points):
         assert calls == ["capture", "heat"]
+    with (
+        pytest.raises(ConfigError, match=r"64 rows of context 65 .* KV cache's 4,096 tokens"),
+        harness.open_bench("tiny", [ProfilePoint("decode", batch_size=64, context_tokens=65)]),
+    ):
+        pass

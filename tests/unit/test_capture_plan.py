@@ -201,8 +201,7 @@ def test_all_is_captured_once_and_the_largest_before_the_smaller(plan: CapturePl
     }
     assert order[0] == GraphKey(plan.max_num_seqs)
     for partition, found in plan.batch_sizes.items():
-        first = next(key for key in steps if key.partition == partition)
-        assert first.batch_size == found[-1]
+        assert next(key for key in steps if key.partition == partition).batch_size == found[-1]
     assert [key.rows for key in pieces[:1]] == list(plan.piecewise_rows[-1:])
     for rows in plan.piecewise_rows:
         assert [key.layer for key in pieces if key.rows == rows] == list(range(layers))

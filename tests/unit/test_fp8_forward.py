@@ -154,8 +154,7 @@ def test_a_table_is_of_one_format() -> None:
     for name, changes in formats.items():
         numbers = shape_numbers(llama(**changes))
         assert format_name("bfloat16", numbers) == name
-        key = replace(h200_table().key, shape=numbers)
-        assert own_table_file_name(key).endswith(f"_{name}.json")
+        assert own_table_file_name(replace(h200_table().key, shape=numbers)).endswith(f"_{name}.json")
         if changes:
             with pytest.raises(PerfTableError, match="another model or number format"):
                 TableModel(h200_table(), llama(**changes))

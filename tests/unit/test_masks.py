@@ -80,8 +80,7 @@ def test_a_layout_names_each_tpc_of_the_gpu_once(layout: GpcLayout) -> None:
 
 
 def test_sm_ranges() -> None:
-    texts = [sm_ranges(sms) for sms in ([], [3], [0, 1, 2], [5, 0, 1, 7, 6])]
-    assert texts == ["none", "3", "0-2", "0-1, 5-7"]
+    assert [sm_ranges(sms) for sms in ([], [3], [0, 1, 2], [5, 0, 1, 7, 6])] == ["none", "3", "0-2", "0-1, 5-7"]
 
 
 @pytest.mark.parametrize(

@@ -80,8 +80,7 @@ def scaling(**changes: Any) -> dict[str, Any]:
 def test_published_configs_equal_presets(tmp_path: Path) -> None:
     llama_eos = {"eos_token_id": [128001, 128008, 128009]}
     assert load_model_config(write(tmp_path, LLAMA, llama_eos)) == PRESETS["llama-3.1-8b"]
-    qwen_eos = {"eos_token_id": [151645, 151643]}
-    assert load_model_config(write(tmp_path, QWEN3, qwen_eos)) == PRESETS["qwen3-0.6b"]
+    assert load_model_config(write(tmp_path, QWEN3, {"eos_token_id": [151645, 151643]})) == PRESETS["qwen3-0.6b"]
 
 
 def test_transformers_5_layout_reads_the_same(tmp_path: Path) -> None:

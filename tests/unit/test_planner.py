@@ -60,8 +60,7 @@ class TestWithoutChoice:
         plan = planner(policy).plan(load_of(None, 1000, 2000))
         assert (plan.policy, plan.decode, plan.prefill_lane) == ("solo", False, "decode")
         assert plan.chunk_tokens == 3000
-        pairs = attention_pairs(1000) + attention_pairs(2000)
-        assert plan.decode_ms == model().prefill(3000, pairs).ms
+        assert plan.decode_ms == model().prefill(3000, attention_pairs(1000) + attention_pairs(2000)).ms
 
     @pytest.mark.parametrize("policy", ["split", "auto"])
     def test_a_chunk_under_way_goes_on_alone(self, policy: str) -> None:
