@@ -70,7 +70,7 @@ def test_act_and_mul(
 
 
 @pytest.mark.parametrize("has_bias", [False, True])
-@pytest.mark.parametrize(("out_features", "in_features"), [(1, 128), (33, 384), (7, 14336), (5, 100)])
+@pytest.mark.parametrize(("out_features", "in_features"), [(1, 128), (34, 384), (7, 14336), (6, 4096), (5, 100)])
 def test_linear_of_one_row(generator: torch.Generator, out_features: int, in_features: int, has_bias: bool) -> None:
     x, weight = normal(generator, 1, in_features), normal(generator, out_features, in_features)
     bias = normal(generator, out_features) if has_bias else None
