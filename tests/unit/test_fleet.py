@@ -156,8 +156,7 @@ def test_each_request_is_served_once(traffic: Traffic, machines: int, router: An
     fleet = fleet_of(machines, router=router)
     prefilled = prefill(fleet, traffic, machines - 1)
     divided = decode(fleet, traffic, prefilled, Link(gb_per_s=50), KV_BYTES)
-    firsts = {index for index, request in enumerate(requests) if request.follows is None}
-    assert firsts <= set(divided.indices)
+    assert {index for index, request in enumerate(requests) if request.follows is None} <= set(divided.indices)
     assert sorted(divided.indices) == sorted(prefilled.order)
     for index, served in zip(divided.indices, divided.replay.served, strict=True):
         times = served.metrics.token_times_s

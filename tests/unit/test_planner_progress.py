@@ -4,7 +4,7 @@ from collections import deque
 
 from core_loop import MODEL
 from examples import few
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from bullet_graph.config import EngineConfig, Policy
@@ -39,6 +39,7 @@ class Loop(SimulatedEngine):
 
 
 @few(20)
+@example(policy="auto", tpot=5.0, ttft=None, prompts=[1], num_running=3, every_s=0.0)  # no room
 @given(
     policy=st.sampled_from(("auto", "auto", "mixed", "split", "mixed:256", "serial")),
     tpot=st.none() | st.floats(0.5, 40.0),
@@ -55,6 +56,10 @@ def test_both_phases_go_on_under_any_targets(
     waiting = deque((loop.now() + i * every_s, tokens) for i, tokens in enumerate(prompts))
     # Alone it would take about 25 µs a token; a tenth of that rate half of the time, a pause before, and the rest.
     limit_s = loop.now() + len(prompts) * every_s + 0.6e-3 * sum(prompts) + 2 * TUNING.pause_patience_s + 3.0
+    decode = MODEL.decode(num_running + len(prompts), num_running * ENDLESS + sum(prompts))
+    if tpot is not None and decode.ms > TUNING.room_share * tpot:
+        # Where sequences leave no room, a prompt waits until its last deadline.
+        limit_s += max(TUNING.patience_s, TUNING.patience_allowances * (ttft or 0.0) / 1e3)
     num_ended = 0
     while num_ended < len(prompts):
         while waiting and waiting[0][0] <= loop.now():
