@@ -97,43 +97,6 @@ def act_and_mul_quantize_kernel(
     _store_quantized(out, values_ptr, scales_ptr, row, columns, intermediate_size, GROUP)
 
 
-@triton.jit
-def gemv_fp8_kernel(
-    x_ptr,
-    x_scales_ptr,
-    weight_ptr,
-    scale_ptr,
-    bias_ptr,
-    out_ptr,
-    IN_FEATURES: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    GROUP: tl.constexpr,
-    CHANNELS: tl.constexpr,
-    FEATURES: tl.constexpr,
-):
-    """FEATURES outputs a program, as ``gemv_kernel``: GROUP columns of x, and of CHANNELS rows of weights, share a
-    scale."""
-    features = tl.program_id(0).to(tl.int64) * FEATURES + tl.arange(0, FEATURES)
-    lanes = tl.arange(0, BLOCK)
-    rows = weight_ptr + features[:, None] * IN_FEATURES + lanes[None, :]
-    scale_rows = scale_ptr + features // CHANNELS * tl.cdiv(IN_FEATURES, GROUP)
-    total = tl.zeros((FEATURES, BLOCK), tl.float32)
-    for start in range(0, IN_FEATURES, BLOCK):
-        weights = fp8_to_half(tl.load(rows + start, eviction_policy="evict_first")).to(tl.float32)
-        products = weights * fp8_to_half(tl.load(x_ptr + start + lanes)).to(tl.float32)[None, :]
-        if GROUP < IN_FEATURES:
-            groups = (start + lanes) // GROUP
-            products *= tl.load(x_scales_ptr + groups)[None, :] * tl.load(scale_rows[:, None] + groups[None, :])
-        total += products
-    out = tl.sum(total, axis=1)
-    if GROUP >= IN_FEATURES:
-        out *= tl.load(x_scales_ptr) * tl.load(scale_rows)
-    if HAS_BIAS:
-        out += tl.load(bias_ptr + features).to(tl.float32)
-    tl.store(out_ptr + features, out.to(out_ptr.dtype.element_ty))
-
-
 # The number of rows changes with every chunk: no value of it may be compiled for anew.
 @triton.jit(do_not_specialize=["num_rows"])
 def matmul_fp8_kernel(

@@ -111,6 +111,11 @@ class TorchOps:
         return quantize(x, group)
 
     @staticmethod
+    def group_for(linear: Linear, _x: Tensor | Quantized) -> int | None:
+        """How many columns of a row share a scale when it is quantized for a projection; None: it is not."""
+        return linear.group
+
+    @staticmethod
     def linear(x: Tensor | Quantized, linear: Linear, out: Tensor | None = None) -> Tensor:
         """Project rows [rows, in_features] into ``out`` [rows, out_features] or new memory; both in FP8, or neither."""
         weight, bias, scale, _ = linear

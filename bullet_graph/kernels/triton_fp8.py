@@ -10,8 +10,6 @@ from bullet_graph.kernels.launch import quick
 from bullet_graph.kernels.ops import Linear, TorchOps
 from bullet_graph.perf.roofline import FP8_BLOCK
 
-_GEMV_LEAST_BLOCK, _GEMV_BLOCK = 128, 2048
-
 _MOST_OWN_ROWS, _OWN_OUTPUTS = 256, 2**21
 """The Triton product is used up to so many rows and below so many outputs.
 
@@ -44,43 +42,14 @@ def quantize(x: Tensor, group: int) -> Quantized:
     return out
 
 
-def gemv_layout(out_features: int, in_features: int) -> dict[str, int]:
-    """How a one-row product is divided over programs: FEATURES outputs each, in blocks of columns.
-
-    BLOCK, a power of two, divides ``in_features``. Empty where it would be too small: the product is left to the
-    kernels of several rows.
-    """
-    block = min(in_features & -in_features, _GEMV_BLOCK)
-    if block < _GEMV_LEAST_BLOCK:
-        return {}
-    # Two share the row's conversion to float32 (bench/LOG.md).
-    features = 1 if out_features % 2 else 2
-    return {"IN_FEATURES": in_features, "BLOCK": block, "FEATURES": features, "num_warps": 4}
-
-
 def linear_fp8(x: Quantized, linear: Linear, out: Tensor | None) -> Tensor:
     """The product for this number of rows and these scales."""
-    weight, bias, scale, group = linear
-    assert scale is not None
-    assert group is not None
-    out_features, in_features = weight.shape
-    channels = 1 if len(scale) == out_features else FP8_BLOCK
-    layout = gemv_layout(out_features, in_features)
-    if len(x.values) == 1 and layout:
-        if out is None:
-            out = x.values.new_empty(1, out_features, dtype=x.dtype)
-        quick(fp8_kernels.gemv_fp8_kernel)[(out_features // layout["FEATURES"],)](
-            *(x.values, x.scales, weight, scale, bias, out),
-            HAS_BIAS=bias is not None,
-            GROUP=group,
-            CHANNELS=channels,
-            **layout,
-        )
-        return out
-    rows = len(x.values)
+    assert linear.scale is not None
+    rows, out_features = len(x.values), len(linear.weight)
     is_small = rows <= _MOST_OWN_ROWS and rows * out_features < _OWN_OUTPUTS
     # torch's kernels for blocks want scales in other orders.
-    return matmul_fp8(x, linear, out) if is_small or channels > 1 else TorchOps.linear(x, linear, out)
+    is_own = is_small or len(linear.scale) != out_features
+    return matmul_fp8(x, linear, out) if is_own else TorchOps.linear(x, linear, out)
 
 
 def matmul_fp8(x: Quantized, linear: Linear, out: Tensor | None = None) -> Tensor:

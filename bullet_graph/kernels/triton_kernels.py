@@ -60,13 +60,19 @@ def rms_norm_kernel(x_ptr, weight_ptr, width, stride, eps, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def act_and_mul(gate_ptr, intermediate_size, columns, inside, GELU: tl.constexpr):
-    """silu(gate) * up, or gelu(gate) * up in the tanh approximation, at columns of a row whose gate starts there."""
-    gate = tl.load(gate_ptr + columns, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(gate_ptr + intermediate_size + columns, mask=inside, other=0.0)
+def gated(gate, up, GELU: tl.constexpr):
+    """silu(gate) * up, or gelu(gate) * up in the tanh approximation; all in float32."""
     # (1 + tanh(z)) / 2 = sigmoid(2 z), with z = √(2 / π) (gate + 0.044715 gate³) (Hendrycks and Gimpel 2016).
     slope = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate) if GELU else gate
-    return (gate * tl.sigmoid(slope) * up.to(tl.float32)).to(up.dtype)
+    return gate * tl.sigmoid(slope) * up
+
+
+@triton.jit
+def act_and_mul(gate_ptr, intermediate_size, columns, inside, GELU: tl.constexpr):
+    """:func:`gated` at columns of a row whose gate starts there, rounded."""
+    gate = tl.load(gate_ptr + columns, mask=inside, other=0.0)
+    up = tl.load(gate_ptr + intermediate_size + columns, mask=inside, other=0.0)
+    return gated(gate.to(tl.float32), up.to(tl.float32), GELU).to(up.dtype)
 
 
 @triton.jit
@@ -77,34 +83,6 @@ def act_and_mul_kernel(gate_up_ptr, out_ptr, intermediate_size, GELU: tl.constex
     inside = columns < intermediate_size
     out = act_and_mul(gate_up_ptr + row * 2 * intermediate_size, intermediate_size, columns, inside, GELU)
     tl.store(out_ptr + row * intermediate_size + columns, out, mask=inside)
-
-
-@triton.jit
-def gemv_kernel(
-    x_ptr,
-    weight_ptr,
-    bias_ptr,
-    out_ptr,
-    IN_FEATURES: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    FEATURES: tl.constexpr,
-):
-    """FEATURES outputs a program: the products of one row with so many rows of the weights.
-
-    Streams the weights once, past the L2; BLOCK divides IN_FEATURES, so that loads need no mask.
-    """
-    features = tl.program_id(0).to(tl.int64) * FEATURES + tl.arange(0, FEATURES)
-    lanes = tl.arange(0, BLOCK)
-    rows = weight_ptr + features[:, None] * IN_FEATURES + lanes[None, :]
-    total = tl.zeros((FEATURES, BLOCK), tl.float32)
-    for start in range(0, IN_FEATURES, BLOCK):
-        weights = tl.load(rows + start, eviction_policy="evict_first").to(tl.float32)
-        total += weights * tl.load(x_ptr + start + lanes).to(tl.float32)[None, :]
-    out = tl.sum(total, axis=1)
-    if HAS_BIAS:
-        out += tl.load(bias_ptr + features).to(tl.float32)
-    tl.store(out_ptr + features, out.to(out_ptr.dtype.element_ty))
 
 
 @triton.jit

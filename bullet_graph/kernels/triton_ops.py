@@ -10,11 +10,12 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from bullet_graph.kernels import fp8_kernels, triton_kernels
 from bullet_graph.kernels.communicator import Communicator
 from bullet_graph.kernels.fp8 import FP8, Quantized
+from bullet_graph.kernels.gemv import can_gemv, gemv
 from bullet_graph.kernels.gpu import Gpu
 from bullet_graph.kernels.launch import quick
 from bullet_graph.kernels.ops import Experts, HeadNorms, KeysValues, Linear, RowInputs, TorchOps
 from bullet_graph.kernels.sampler import SamplingState
-from bullet_graph.kernels.triton_fp8 import gemv_layout, linear_fp8, new_quantized, quantize
+from bullet_graph.kernels.triton_fp8 import linear_fp8, new_quantized, quantize
 from bullet_graph.kernels.triton_moe import experts_output
 
 _HEADS_BLOCK = 16
@@ -97,22 +98,13 @@ class TritonOps(TorchOps):
 
     @staticmethod
     def linear(x: Tensor | Quantized, linear: Linear, out: Tensor | None = None) -> Tensor:
-        # One row has a kernel of its own.
-        weight, bias, scale, _ = linear
-        if scale is not None:
-            assert isinstance(x, Quantized)
+        if isinstance(x, Quantized):
             return linear_fp8(x, linear, out)
-        assert isinstance(x, Tensor)
-        out_features, in_features = weight.shape
-        layout = gemv_layout(out_features, in_features)
-        if len(x) != 1 or not layout:
-            return TorchOps.linear(x, linear, out)
-        if out is None:
-            out = x.new_empty(1, out_features)
-        quick(triton_kernels.gemv_kernel)[(out_features // layout["FEATURES"],)](
-            x, weight, bias, out, HAS_BIAS=bias is not None, **layout
-        )
-        return out
+        return gemv(x, linear, out) if _is_row(x, linear) else TorchOps.linear(x, linear, out)
+
+    @staticmethod
+    def group_for(linear: Linear, _x: Tensor | Quantized) -> int | None:
+        return None if _is_row(_x, linear) else linear.group
 
     @staticmethod
     def act_and_mul(gate_up: Tensor, gelu: bool = False) -> Tensor:
@@ -137,7 +129,9 @@ class TritonOps(TorchOps):
     def glu(
         self, x: Tensor | Quantized, gate_up: Linear, gelu: bool = False, group: int | None = None
     ) -> Tensor | Quantized:
-        # Many rows on Hopper take one launch, which rounds once.
+        # One row, and many rows on Hopper, take one launch, which rounds once.
+        if group is None and isinstance(x, Tensor) and _is_row(x, gate_up):
+            return gemv(x, gate_up, glu=True, gelu=gelu)
         fused = self._fused_swiglu_sms and len(x) >= FUSED_SWIGLU_MIN_ROWS and not gelu
         if fused and group is None and isinstance(x, Tensor) and can_fuse(x, gate_up.weight):
             return swiglu_matmul(x, gate_up.weight, num_sms=self._fused_swiglu_sms)
@@ -166,6 +160,11 @@ class TritonOps(TorchOps):
             FP8=cache[0].dtype is FP8,
         )
         return q
+
+
+def _is_row(x: Tensor | Quantized, linear: Linear) -> bool:
+    """Whether it is one row, and :func:`gemv` projects it."""
+    return isinstance(x, Tensor) and len(x) == 1 and can_gemv(linear)
 
 
 def can_fuse(x: Tensor, gate_up_weight: Tensor) -> bool:

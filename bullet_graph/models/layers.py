@@ -116,7 +116,7 @@ def attention_output(
 
     ``between`` stands in for :func:`mlp_part`, the part between the two sums over ranks.
     """
-    group = o.group
+    group = ops.group_for(o, attended)
     x = ops.all_reduce(ops.linear(attended if group is None else ops.quantize(attended, group), o))
     part = partial(mlp_part, ops) if between is None else between
     x, residual = part(x, residual, attended_norm, mlp_norm, mlp, multiplier, eps)
@@ -141,7 +141,7 @@ def mlp_part(
 
 
 def _glu_output(ops: TorchOps, rows: Tensor | Quantized, mlp: Mlp) -> Tensor:
-    return ops.linear(ops.glu(rows, mlp.gate_up, mlp.gelu, mlp.down.group), mlp.down)
+    return ops.linear(ops.glu(rows, mlp.gate_up, mlp.gelu, ops.group_for(mlp.down, rows)), mlp.down)
 
 
 def _mixture(ops: TorchOps, x: Tensor | Quantized, mixture: Mixture) -> Tensor:
@@ -149,7 +149,7 @@ def _mixture(ops: TorchOps, x: Tensor | Quantized, mixture: Mixture) -> Tensor:
     out = ops.experts(x, mixture.experts)
     if mixture.shared is None or mixture.shared_gate is None:
         return out
-    group = mixture.shared.gate_up.group
+    group = ops.group_for(mixture.shared.gate_up, x)
     shared = _glu_output(ops, x if group is None else ops.quantize(x, group), mixture.shared)
     return out + torch.sigmoid(ops.linear(x, mixture.shared_gate)) * shared
 
@@ -158,7 +158,7 @@ def _add_norm(
     ops: TorchOps, x: Tensor, residual: Tensor, norm: Tensor | None, eps: float, into: Linear, out: Tensor | None = None
 ) -> tuple[Tensor | Quantized, Tensor]:
     """A sub-layer's input, quantized if its first projection is, and the new residual."""
-    group = into.group
+    group = ops.group_for(into, x)
     if norm is None:
         out = torch.add(x, residual, out=out)
         return (out if group is None else ops.quantize(out, group)), out

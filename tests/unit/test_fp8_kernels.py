@@ -117,21 +117,34 @@ def test_triton_quantizes_as_the_reference(rows: int, width: int, group: int, dt
 @pytest.mark.parametrize("blocks", [False, True])
 @pytest.mark.parametrize(
     ("rows", "out_features", "in_features", "bias"),
-    [
-        *((1, 33, 384, True), (1, 130, 256, True), (1, 5, 100, False)),
-        *((3, 130, 384, True), (17, 64, 600, False), (130, 200, 128, False)),
-    ],
+    [*((1, 5, 100, False), (3, 130, 384, True), (17, 64, 600, False), (130, 200, 128, False))],
 )
 def test_triton_product(rows: int, out_features: int, in_features: int, bias: bool, blocks: bool) -> None:
     linear = quantized_linear(out_features, in_features, blocks=blocks, bias=bias)
     x = quantize(normal(rows, in_features), linear.group or 0)
     expected = TorchOps.linear(x, linear)
-    # One row has a kernel of its own.
-    for product in (TritonOps.linear,) if rows == 1 else (TritonOps.linear, matmul_fp8):
+    for product in (TritonOps.linear, matmul_fp8):
         torch.testing.assert_close(product(x, linear), expected, rtol=1e-4, atol=1e-3)
         out = torch.full_like(expected, torch.nan)
         assert product(x, linear, out) is out
         torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("blocks", [False, True])
+@pytest.mark.parametrize(("out_features", "in_features", "bias"), [(33, 384, True), (260, 256, True), (1, 128, False)])
+def test_one_row_is_projected_unquantized(out_features: int, in_features: int, bias: bool, blocks: bool) -> None:
+    linear = quantized_linear(out_features, in_features, blocks=blocks, bias=bias)
+    x = normal(1, in_features)
+    assert TritonOps.group_for(linear, x) is None
+    assert linear.scale is not None
+    expected = TorchOps.linear(x, Linear(dequantize_weight(linear.weight, linear.scale), linear.bias))
+    torch.testing.assert_close(TritonOps.linear(x, linear), expected, rtol=1e-4, atol=1e-3)
+
+
+def test_rows_that_are_quantized() -> None:
+    fits, narrow = (quantized_linear(8, width, blocks=False) for width in (384, 100))
+    assert (TritonOps.group_for(fits, normal(2, 384)), TorchOps.group_for(fits, normal(1, 384))) == (384, 384)
+    assert TritonOps.group_for(narrow, normal(1, 100)) == 100, "no block of 128 columns"
 
 
 @pytest.mark.parametrize("rows", [2, 100])

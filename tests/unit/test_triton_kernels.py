@@ -82,6 +82,23 @@ def test_linear_of_one_row(generator: torch.Generator, out_features: int, in_fea
         torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("gelu", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("intermediate_size", "hidden_size"), [(1, 128), (37, 384), (300, 4096)])
+def test_glu_of_one_row(
+    generator: torch.Generator, intermediate_size: int, hidden_size: int, dtype: torch.dtype, gelu: bool
+) -> None:
+    x = normal(generator, 1, hidden_size, dtype=dtype)
+    gate_up = normal(generator, 2 * intermediate_size, hidden_size, dtype=dtype) * hidden_size**-0.5
+    bias = normal(generator, 2 * intermediate_size, dtype=dtype)
+    expected = TorchOps().glu(x.float(), Linear(gate_up.float(), bias.float()), gelu)
+    found = TritonOps().glu(x, Linear(gate_up, bias), gelu)
+    assert isinstance(found, torch.Tensor)
+    assert found.dtype == dtype
+    rtol = {torch.float32: 1e-4, torch.bfloat16: 2e-2}[dtype]
+    torch.testing.assert_close(found.float(), expected, rtol=rtol, atol=1e-2 if dtype is torch.bfloat16 else 1e-5)
+
+
 @pytest.mark.parametrize(
     ("preset", "dtype"),
     [

@@ -1,0 +1,94 @@
+"""Products of one row, by a Triton kernel that streams the weights. Beside FP8 weights, too, the row keeps 16 bits."""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from bullet_graph.kernels.fp8_kernels import fp8_to_half
+from bullet_graph.kernels.launch import quick
+from bullet_graph.kernels.ops import Linear
+from bullet_graph.kernels.triton_kernels import gated
+from bullet_graph.perf.roofline import FP8_BLOCK
+
+_LEAST_BLOCK, _MOST_BLOCK = 128, 2048
+"""Columns that a program reads at once, a power of two."""
+
+
+def can_gemv(linear: Linear) -> bool:
+    """Whether :func:`gemv` takes a projection: its columns must be whole blocks."""
+    return not linear.weight.shape[1] % _LEAST_BLOCK
+
+
+def gemv(x: Tensor, linear: Linear, out: Tensor | None = None, *, glu: bool = False, gelu: bool = False) -> Tensor:
+    """Project one row, x [1, in_features] in 16 bits, into ``out`` [1, out_features] or new memory.
+
+    With ``glu``, outputs are gate's, then up's, and the result is silu(gate) * up, [1, out_features / 2]; with
+    ``gelu``, gelu(gate) * up. It is rounded once. Needs :func:`can_gemv`.
+    """
+    weight, bias, scale, _ = linear
+    out_features, in_features = weight.shape
+    if out is None:
+        out = x.new_empty(1, out_features // 2 if glu else out_features)
+    # Two outputs share the row's conversion to float32 (bench/LOG.md).
+    features = 1 if out_features % 2 else 2
+    quick(gemv_kernel)[(out_features // features,)](
+        *(x, weight, scale, bias, out),
+        OUT_FEATURES=out_features,
+        IN_FEATURES=in_features,
+        HAS_BIAS=bias is not None,
+        GLU=glu,
+        GELU=gelu,
+        CHANNELS=0 if scale is None else 1 if len(scale) == out_features else FP8_BLOCK,
+        BLOCK=min(in_features & -in_features, _MOST_BLOCK),
+        FEATURES=features,
+        num_warps=4,
+    )
+    return out
+
+
+@triton.jit
+def gemv_kernel(
+    x_ptr,
+    weight_ptr,
+    scale_ptr,
+    bias_ptr,
+    out_ptr,
+    OUT_FEATURES: tl.constexpr,
+    IN_FEATURES: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    GLU: tl.constexpr,
+    GELU: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    FEATURES: tl.constexpr,
+):
+    """FEATURES outputs a program: the products of one row with so many rows of the weights, read past the L2.
+
+    CHANNELS rows of weights share a scale: 0 none, 1 a scale for a row, more for as many columns, too. With GLU, every
+    other output is up's, beside gate's of the same column.
+    """
+    each = tl.arange(0, FEATURES)
+    first = tl.program_id(0).to(tl.int64) * FEATURES
+    features = first // 2 + each // 2 + each % 2 * (OUT_FEATURES // 2) if GLU else first + each
+    lanes = tl.arange(0, BLOCK)
+    rows = weight_ptr + features[:, None] * IN_FEATURES + lanes[None, :]
+    total = tl.zeros((FEATURES, BLOCK), tl.float32)
+    for start in range(0, IN_FEATURES, BLOCK):
+        weights = tl.load(rows + start, eviction_policy="evict_first")
+        if weights.dtype == tl.float8e4nv:
+            weights = fp8_to_half(weights)
+        products = weights.to(tl.float32) * tl.load(x_ptr + start + lanes).to(tl.float32)[None, :]
+        if CHANNELS > 1:
+            scales = scale_ptr + features // CHANNELS * tl.cdiv(IN_FEATURES, CHANNELS)
+            products *= tl.load(scales[:, None] + ((start + lanes) // CHANNELS)[None, :])
+        total += products
+    out = tl.sum(total, axis=1)
+    if CHANNELS == 1:
+        out *= tl.load(scale_ptr + features)
+    if HAS_BIAS:
+        out += tl.load(bias_ptr + features).to(tl.float32)
+    if GLU:
+        gate, up = tl.split(tl.reshape(out, (FEATURES // 2, 2)))
+        tl.store(out_ptr + first // 2 + tl.arange(0, FEATURES // 2), gated(gate, up, GELU).to(out_ptr.dtype.element_ty))
+    else:
+        tl.store(out_ptr + features, out.to(out_ptr.dtype.element_ty))
