@@ -22,6 +22,8 @@ from bullet_graph.perf.roofline import DecoderShape
 
 _LEAST_Q_BLOCK = 16
 """Rows of the tensor cores' smallest product."""
+_FEW_ROWS = 16
+"""Up to so many rows, on all SMs, a program takes one key head: a sequence then has fewer partial results."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,15 +53,18 @@ class DecodeKernelSettings:
     group_units: int = 16
 
 
-def default_settings(config: DecoderShape, *, whole_gpu: bool = True) -> DecodeKernelSettings:
+def default_settings(config: DecoderShape, *, whole_gpu: bool = True, few_rows: bool = False) -> DecodeKernelSettings:
     """Settings for a model in a 16-bit dtype: as many key heads per tile as have at most 16 query heads.
 
     With all SMs, two programs per SM saturate the memory; three are 1 to 3 % slower. On a part of the SMs, three are
     14 % faster (bench/results/h200/decode_attention.json).
 
     Over an FP8 cache, programs have two warps. 64 rows take 48 instead of 57 µs, on 64 SMs 48 instead of 80
-    (bench/LOG.md).
+    (bench/LOG.md). Few rows on all SMs take less with one key head a program: 4 rows over FP8 9 instead of 19 µs, over
+    bf16 10 instead of 12.
     """
+    if few_rows:
+        return DecodeKernelSettings(kv_heads=1, tile=_LEAST_Q_BLOCK, ctas_per_sm=4, num_warps=1 if config.fp8_kv else 2)
     group = config.num_heads // config.num_kv_heads
     fitting = (n for n in (16, 8, 4, 2, 1) if config.num_kv_heads % n == 0 and n * group <= _LEAST_Q_BLOCK)
     tile = max(_LEAST_Q_BLOCK, 64 * 128 // config.head_dim)
@@ -120,6 +125,7 @@ class TritonDecodeAttention:
                 f"got {config.head_dim}: use FlashInfer's kernels for this model"
             )
         self._whole = settings or default_settings(config)
+        self._few = settings or default_settings(config, few_rows=True)
         self._part = settings or default_settings(config, whole_gpu=False)
         self._config = config
         self.cache = cache
@@ -128,7 +134,7 @@ class TritonDecodeAttention:
         self._num_sms = gpu.num_sms
         self._overlap_launches = gpu.overlaps_launches
         device = cache.layer(0)[0].device
-        slots = 2 * max(self._workers(gpu.num_sms, of) for of in (self._whole, self._part))
+        slots = 2 * max(self._workers(gpu.num_sms, of) for of in (self._whole, self._few, self._part))
         members = self._whole.members if self.can_share else 1
         sizes = config.num_heads, config.head_dim
         self.partials = torch.empty(slots * members, *sizes, dtype=torch.float32, device=device)
@@ -168,8 +174,10 @@ class TritonDecodeAttention:
             raise ConfigError(
                 f"decode attention was asked to run on {num_sms} SMs: name 1 to {self._num_sms}, the device's"
             )
-        settings = self._whole if num_sms == self._num_sms else self._part
-        workers, shares = self._workers(num_sms, settings), batch.shared is not None
+        shares = batch.shared is not None
+        on_all = self._few if rows <= _FEW_ROWS and not shares else self._whole
+        settings = on_all if num_sms == self._num_sms else self._part
+        workers = self._workers(num_sms, settings)
         if shares and not self.can_share:
             raise ConfigError("a decode batch with common blocks needs a model without windows and a 16-bit KV cache")
         return PlannedDecode(

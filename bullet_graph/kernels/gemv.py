@@ -76,8 +76,14 @@ def gemv_kernel(
     for start in range(0, IN_FEATURES, BLOCK):
         weights = tl.load(rows + start, eviction_policy="evict_first")
         if weights.dtype == tl.float8e4nv:
+            # A thread loads 16 weights at once, but 8 elements of x. Two loads give it those of its weights; else they
+            # would pass through shared memory (bench/LOG.md).
+            at = x_ptr + start + tl.arange(0, BLOCK // 16)[:, None] * 16 + tl.arange(0, 8)[None, :]
+            x = tl.reshape(tl.permute(tl.join(tl.load(at), tl.load(at + 8)), (0, 2, 1)), (BLOCK,))
             weights = fp8_to_half(weights)
-        products = weights.to(tl.float32) * tl.load(x_ptr + start + lanes).to(tl.float32)[None, :]
+        else:
+            x = tl.load(x_ptr + start + lanes)
+        products = weights.to(tl.float32) * x.to(tl.float32)[None, :]
         if CHANNELS > 1:
             scales = scale_ptr + features // CHANNELS * tl.cdiv(IN_FEATURES, CHANNELS)
             products *= tl.load(scales[:, None] + ((start + lanes) // CHANNELS)[None, :])
