@@ -54,27 +54,25 @@ class DecodeKernelSettings:
 
 
 def default_settings(config: DecoderShape, *, whole_gpu: bool = True, few_rows: bool = False) -> DecodeKernelSettings:
-    """Settings for a model in a 16-bit dtype: as many key heads per tile as have at most 16 query heads.
+    """The fastest settings measured on an H200 with 8 key heads (bench/LOG.md).
 
-    With all SMs, two programs per SM saturate the memory; three are 1 to 3 % slower. On a part of the SMs, three are
-    14 % faster (bench/results/h200/decode_attention.json).
-
-    Over an FP8 cache, programs have two warps. 64 rows take 48 instead of 57 µs, on 64 SMs 48 instead of 80
-    (bench/LOG.md). Few rows on all SMs take less with one key head a program: 4 rows over FP8 9 instead of 19 µs, over
-    bf16 10 instead of 12.
+    Over a 16-bit cache, as many key heads per tile as have at most 16 query heads; two programs per SM saturate the
+    memory, on a part of the SMs three are 14 % faster (bench/results/h200/decode_attention.json). Over an FP8 cache,
+    many small programs, on all SMs of half as many key heads.
     """
     if few_rows:
-        return DecodeKernelSettings(kv_heads=1, tile=_LEAST_Q_BLOCK, ctas_per_sm=4, num_warps=1 if config.fp8_kv else 2)
+        ctas_per_sm, num_warps = (8, 1) if config.fp8_kv else (4, 2)
+        return DecodeKernelSettings(kv_heads=1, tile=_LEAST_Q_BLOCK, ctas_per_sm=ctas_per_sm, num_warps=num_warps)
+    most = _LEAST_Q_BLOCK // 2 if config.fp8_kv and whole_gpu else _LEAST_Q_BLOCK
     group = config.num_heads // config.num_kv_heads
-    fitting = (n for n in (16, 8, 4, 2, 1) if config.num_kv_heads % n == 0 and n * group <= _LEAST_Q_BLOCK)
+    fitting = (n for n in (16, 8, 4, 2, 1) if config.num_kv_heads % n == 0 and n * group <= most)
     tile = max(_LEAST_Q_BLOCK, 64 * 128 // config.head_dim)
     kv_heads = next(fitting, 1)
     if config.fp8_kv:
         tile = min(max(16 * kv_heads, 32), tile)
-        return DecodeKernelSettings(kv_heads=kv_heads, tile=tile, ctas_per_sm=4 if whole_gpu else 8, num_warps=2)
-    if whole_gpu:
-        return DecodeKernelSettings(kv_heads=kv_heads, tile=tile, ctas_per_sm=2)
-    return DecodeKernelSettings(kv_heads=kv_heads, tile=tile, ctas_per_sm=3, max_registers=168)
+        return DecodeKernelSettings(kv_heads=kv_heads, tile=tile, ctas_per_sm=8, num_warps=1 if whole_gpu else 2)
+    ctas_per_sm, registers = (2, None) if whole_gpu else (3, 168)
+    return DecodeKernelSettings(kv_heads=kv_heads, tile=tile, ctas_per_sm=ctas_per_sm, max_registers=registers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,7 +236,7 @@ class TritonDecodeAttention:
             workers=workers,
             NUM_HEADS=config.num_heads,
             HEAD_DIM=config.head_dim,
-            PARTIALS=32,
+            PARTIALS=64 if rows == 1 else 32,
             PDL=overlap,
             num_warps=4,
             launch_pdl=overlap,

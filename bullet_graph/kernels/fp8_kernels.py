@@ -109,7 +109,6 @@ def matmul_fp8_kernel(
     num_rows,
     OUT_FEATURES: tl.constexpr,
     IN_FEATURES: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -149,7 +148,7 @@ def matmul_fp8_kernel(
             acc = tl.dot(weight, x.T, acc)
     if GROUP == 0:
         acc *= tl.load(scales_at)[:, None] * tl.load(x_scales_at)[None, :]
-    if HAS_BIAS:
+    if bias_ptr is not None:
         acc += tl.load(bias_ptr + some_features).to(tl.float32)[:, None]
     at = out_ptr + rows.to(tl.int64)[None, :] * OUT_FEATURES + features[:, None]
     is_inside = (rows < num_rows)[None, :] & (features < OUT_FEATURES)[:, None]

@@ -1,29 +1,31 @@
 """Products of one row, by a Triton kernel that streams the weights. Beside FP8 weights, too, the row keeps 16 bits."""
 
+from typing import TypeGuard
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from bullet_graph.kernels.fp8 import Quantized
 from bullet_graph.kernels.fp8_kernels import fp8_to_half
 from bullet_graph.kernels.launch import quick
 from bullet_graph.kernels.ops import Linear
 from bullet_graph.kernels.triton_kernels import gated
 from bullet_graph.perf.roofline import FP8_BLOCK
 
-_LEAST_BLOCK, _MOST_BLOCK = 128, 2048
-"""Columns that a program reads at once, a power of two."""
+_LEAST_BLOCK, _MOST_BLOCK = 128, 2048  # columns that a program reads at once, a power of two
 
 
-def can_gemv(linear: Linear) -> bool:
-    """Whether :func:`gemv` takes a projection: its columns must be whole blocks."""
-    return not linear.weight.shape[1] % _LEAST_BLOCK
+def is_row(x: Tensor | Quantized, linear: Linear) -> TypeGuard[Tensor]:
+    """Whether x is one row that :func:`gemv` takes: the columns must be whole blocks."""
+    return isinstance(x, Tensor) and len(x) == 1 and not linear.weight.shape[1] % _LEAST_BLOCK
 
 
 def gemv(x: Tensor, linear: Linear, out: Tensor | None = None, *, glu: bool = False, gelu: bool = False) -> Tensor:
     """Project one row, x [1, in_features] in 16 bits, into ``out`` [1, out_features] or new memory.
 
     With ``glu``, outputs are gate's, then up's, and the result is silu(gate) * up, [1, out_features / 2]; with
-    ``gelu``, gelu(gate) * up. It is rounded once. Needs :func:`can_gemv`.
+    ``gelu``, gelu(gate) * up. It is rounded once. Needs :func:`is_row`.
     """
     weight, bias, scale, _ = linear
     out_features, in_features = weight.shape
@@ -35,9 +37,7 @@ def gemv(x: Tensor, linear: Linear, out: Tensor | None = None, *, glu: bool = Fa
         *(x, weight, scale, bias, out),
         OUT_FEATURES=out_features,
         IN_FEATURES=in_features,
-        HAS_BIAS=bias is not None,
-        GLU=glu,
-        GELU=gelu,
+        GLU=(2 if gelu else 1) if glu else 0,
         CHANNELS=0 if scale is None else 1 if len(scale) == out_features else FP8_BLOCK,
         BLOCK=min(in_features & -in_features, _MOST_BLOCK),
         FEATURES=features,
@@ -55,21 +55,19 @@ def gemv_kernel(
     out_ptr,
     OUT_FEATURES: tl.constexpr,
     IN_FEATURES: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
     GLU: tl.constexpr,
-    GELU: tl.constexpr,
     CHANNELS: tl.constexpr,
     BLOCK: tl.constexpr,
     FEATURES: tl.constexpr,
 ):
     """FEATURES outputs a program: the products of one row with so many rows of the weights, read past the L2.
 
-    CHANNELS rows of weights share a scale: 0 none, 1 a scale for a row, more for as many columns, too. With GLU, every
-    other output is up's, beside gate's of the same column.
+    CHANNELS rows of weights share a scale: 0 none, 1 a scale for a row, more for as many columns, too. With GLU, 1
+    for SwiGLU and 2 for GeGLU, every other output is up's, beside gate's of the same column.
     """
     each = tl.arange(0, FEATURES)
     first = tl.program_id(0).to(tl.int64) * FEATURES
-    features = first // 2 + each // 2 + each % 2 * (OUT_FEATURES // 2) if GLU else first + each
+    features = first // 2 + each // 2 + each % 2 * (OUT_FEATURES // 2) if GLU > 0 else first + each
     lanes = tl.arange(0, BLOCK)
     rows = weight_ptr + features[:, None] * IN_FEATURES + lanes[None, :]
     total = tl.zeros((FEATURES, BLOCK), tl.float32)
@@ -91,10 +89,12 @@ def gemv_kernel(
     out = tl.sum(total, axis=1)
     if CHANNELS == 1:
         out *= tl.load(scale_ptr + features)
-    if HAS_BIAS:
+    if bias_ptr is not None:
         out += tl.load(bias_ptr + features).to(tl.float32)
-    if GLU:
+    if GLU > 0:
         gate, up = tl.split(tl.reshape(out, (FEATURES // 2, 2)))
-        tl.store(out_ptr + first // 2 + tl.arange(0, FEATURES // 2), gated(gate, up, GELU).to(out_ptr.dtype.element_ty))
+        tl.store(
+            out_ptr + first // 2 + tl.arange(0, FEATURES // 2), gated(gate, up, GLU == 2).to(out_ptr.dtype.element_ty)
+        )
     else:
         tl.store(out_ptr + features, out.to(out_ptr.dtype.element_ty))

@@ -72,7 +72,6 @@ def matmul_fp8(x: Quantized, linear: Linear, out: Tensor | None = None) -> Tenso
             *(x.values, x.scales, weight, scale, bias, out, rows),
             OUT_FEATURES=out_features,
             IN_FEATURES=in_features,
-            HAS_BIAS=bias is not None,
             BLOCK_M=block_m,
             BLOCK_N=block_n,
             BLOCK_K=block_k,

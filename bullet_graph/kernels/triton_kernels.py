@@ -106,13 +106,12 @@ def rope_and_cache_kernel(
     NUM_KV_HEADS: tl.constexpr,
     HALF: tl.constexpr,
     HEADS_BLOCK: tl.constexpr,
-    QK_NORM: tl.constexpr,
-    FP8: tl.constexpr,
 ):
     """A block of heads of one row a program: norm and rotate q and k, write k and v into the cache, and k back.
 
-    With FP8, what is cached saturates, and k and v are written back as rounded there.
+    In FP8, what is cached saturates, and k and v are written back as rounded there.
     """
+    IN_FP8: tl.constexpr = keys_ptr.dtype.element_ty == tl.float8e4nv
     row = tl.program_id(0).to(tl.int64)
     heads = tl.program_id(1) * HEADS_BLOCK + tl.arange(0, HEADS_BLOCK)
     lanes = tl.arange(0, HALF)
@@ -127,7 +126,7 @@ def rope_and_cache_kernel(
     raw_high = tl.load(qkv_ptr + at + HALF, mask=inside, other=0.0)
     low, high = raw_low.to(tl.float32), raw_high.to(tl.float32)
     is_q = heads < NUM_HEADS
-    if QK_NORM:
+    if q_norm_ptr is not None:
         scale = tl.rsqrt((tl.sum(low * low, axis=1) + tl.sum(high * high, axis=1)) / (2 * HALF) + eps)
         q_low = tl.load(q_norm_ptr + lanes)
         q_high = tl.load(q_norm_ptr + HALF + lanes)
@@ -149,7 +148,7 @@ def rope_and_cache_kernel(
     k_head = heads - NUM_HEADS
     k_mask = inside & (k_head >= 0)[:, None] & (k_head < NUM_KV_HEADS)[:, None]
     k_at = cache_row + k_head[:, None] * 2 * HALF + lanes[None, :]
-    if FP8:
+    if IN_FP8:
         rotated_low, rotated_high = _as_cached(rotated_low), _as_cached(rotated_high)
         raw_low, raw_high = _as_cached(raw_low), _as_cached(raw_high)
     tl.store(keys_ptr + k_at, rotated_low, mask=k_mask)
@@ -162,7 +161,7 @@ def rope_and_cache_kernel(
     v_at = cache_row + v_head[:, None] * 2 * HALF + lanes[None, :]
     tl.store(values_ptr + v_at, raw_low, mask=v_mask)
     tl.store(values_ptr + v_at + HALF, raw_high, mask=v_mask)
-    if FP8:
+    if IN_FP8:
         tl.store(qkv_ptr + at, raw_low.to(qkv_ptr.dtype.element_ty), mask=v_mask)
         tl.store(qkv_ptr + at + HALF, raw_high.to(qkv_ptr.dtype.element_ty), mask=v_mask)
 

@@ -7,15 +7,15 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from bullet_graph.kernels import fp8_kernels, triton_kernels
+from bullet_graph.kernels import fp8_kernels, triton_fp8, triton_kernels
 from bullet_graph.kernels.communicator import Communicator
-from bullet_graph.kernels.fp8 import FP8, Quantized
-from bullet_graph.kernels.gemv import can_gemv, gemv
+from bullet_graph.kernels.fp8 import Quantized
+from bullet_graph.kernels.gemv import gemv, is_row
 from bullet_graph.kernels.gpu import Gpu
 from bullet_graph.kernels.launch import quick
 from bullet_graph.kernels.ops import Experts, HeadNorms, KeysValues, Linear, RowInputs, TorchOps
 from bullet_graph.kernels.sampler import SamplingState
-from bullet_graph.kernels.triton_fp8 import linear_fp8, new_quantized, quantize
+from bullet_graph.kernels.triton_fp8 import linear_fp8, new_quantized
 from bullet_graph.kernels.triton_moe import experts_output
 
 _HEADS_BLOCK = 16
@@ -38,7 +38,6 @@ SWIGLU_TILING: Mapping[str, int] = {
 }
 """Layout of the fused product on an SM: the fastest of those measured on an H200."""
 
-_FUSED_DTYPES = (torch.bfloat16, torch.float16)
 _TMA_ALIGNMENT = 8
 """Elements of 16 bits: TMA requires rows that start at multiples of 16 bytes."""
 
@@ -61,11 +60,8 @@ class TritonOps(TorchOps):
         normed = torch.empty_like(x)
         summed = torch.empty_like(x) if summed is None else summed
         if rows:
-            block = triton.next_power_of_2(hidden_size)
             quick(triton_kernels.add_rms_norm_kernel)[(rows,)](
-                *(x, residual, weight, normed, summed, hidden_size, eps),
-                BLOCK=block,
-                num_warps=min(max(block // 512, 1), 16),
+                x, residual, weight, normed, summed, hidden_size, eps, **_row_layout(hidden_size)
             )
         return normed, summed
 
@@ -82,29 +78,23 @@ class TritonOps(TorchOps):
             )
         return out, summed
 
-    @staticmethod
-    def quantize(x: Tensor, group: int) -> Quantized:
-        return quantize(x, group)
+    quantize = staticmethod(triton_fp8.quantize)
 
     @staticmethod
     def rms_norm_(x: Tensor, weight: Tensor, eps: float) -> None:
         rows, width = x.shape
         if rows:
-            block = triton.next_power_of_2(width)
-            warps = min(max(block // 512, 1), 16)
-            quick(triton_kernels.rms_norm_kernel)[(rows,)](
-                x, weight, width, x.stride(0), eps, BLOCK=block, num_warps=warps
-            )
+            quick(triton_kernels.rms_norm_kernel)[(rows,)](x, weight, width, x.stride(0), eps, **_row_layout(width))
 
     @staticmethod
     def linear(x: Tensor | Quantized, linear: Linear, out: Tensor | None = None) -> Tensor:
         if isinstance(x, Quantized):
             return linear_fp8(x, linear, out)
-        return gemv(x, linear, out) if _is_row(x, linear) else TorchOps.linear(x, linear, out)
+        return gemv(x, linear, out) if is_row(x, linear) else TorchOps.linear(x, linear, out)
 
     @staticmethod
     def group_for(linear: Linear, _x: Tensor | Quantized) -> int | None:
-        return None if _is_row(_x, linear) else linear.group
+        return None if is_row(_x, linear) else linear.group
 
     @staticmethod
     def act_and_mul(gate_up: Tensor, gelu: bool = False) -> Tensor:
@@ -130,7 +120,7 @@ class TritonOps(TorchOps):
         self, x: Tensor | Quantized, gate_up: Linear, gelu: bool = False, group: int | None = None
     ) -> Tensor | Quantized:
         # One row, and many rows on Hopper, take one launch, which rounds once.
-        if group is None and isinstance(x, Tensor) and _is_row(x, gate_up):
+        if group is None and is_row(x, gate_up):
             return gemv(x, gate_up, glu=True, gelu=gelu)
         fused = self._fused_swiglu_sms and len(x) >= FUSED_SWIGLU_MIN_ROWS and not gelu
         if fused and group is None and isinstance(x, Tensor) and can_fuse(x, gate_up.weight):
@@ -156,21 +146,20 @@ class TritonOps(TorchOps):
             NUM_KV_HEADS=num_kv_heads,
             HALF=head_dim // 2,
             HEADS_BLOCK=_HEADS_BLOCK,
-            QK_NORM=norms is not None,
-            FP8=cache[0].dtype is FP8,
         )
         return q
 
 
-def _is_row(x: Tensor | Quantized, linear: Linear) -> bool:
-    """Whether it is one row, and :func:`gemv` projects it."""
-    return isinstance(x, Tensor) and len(x) == 1 and can_gemv(linear)
+def _row_layout(width: int) -> dict[str, int]:
+    """A row a program."""
+    block = triton.next_power_of_2(width)
+    return {"BLOCK": block, "num_warps": min(max(block // 512, 1), 16)}
 
 
 def can_fuse(x: Tensor, gate_up_weight: Tensor) -> bool:
     """Whether :func:`swiglu_matmul` takes these: 16-bit dtypes, hidden and intermediate size multiples of 8."""
     aligned = x.shape[1] % _TMA_ALIGNMENT == 0 and gate_up_weight.shape[0] % (2 * _TMA_ALIGNMENT) == 0
-    return aligned and x.dtype == gate_up_weight.dtype and x.dtype in _FUSED_DTYPES
+    return aligned and x.dtype == gate_up_weight.dtype and x.dtype in (torch.bfloat16, torch.float16)
 
 
 def swiglu_matmul(
@@ -193,9 +182,7 @@ def swiglu_matmul(
         TensorDescriptor.from_tensor(x, [block_m, block_k]),
         TensorDescriptor.from_tensor(gate_up.view(2, intermediate_size, hidden_size), [2, block_n, block_k]),
         TensorDescriptor.from_tensor(out, [block_m, block_n]),
-        rows,
-        intermediate_size,
-        hidden_size,
+        *(rows, intermediate_size, hidden_size),
         **tiling,
     )
     return out

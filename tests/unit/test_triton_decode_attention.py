@@ -1,6 +1,7 @@
 """Decode attention in Triton against the reference: in Triton's interpreter where there is no GPU."""
 
 import dataclasses
+from functools import partial
 from itertools import accumulate
 
 import numpy as np
@@ -127,7 +128,8 @@ def check(
     tolerance = TOLERANCE[dtype]
     expected = reference.run(LAYER, rows_of(q.float()))
     for combine_rows in (1, rows + 1):
-        chosen = dataclasses.replace(kernel or default_settings(config), combine_rows=combine_rows)
+        chosen = kernel or default_settings(config, few_rows=rows % 2 == 0)
+        chosen = dataclasses.replace(chosen, combine_rows=combine_rows)
         lane = lane_of(config, cache, max_rows=rows + 1, num_sms=num_sms, kernel=chosen)
         plan = lane.plan(batch)
         assert (plan.combination is None) == (combine_rows == 1)
@@ -296,6 +298,17 @@ def test_a_plan_reads_its_batch_when_it_runs() -> None:
 def test_default_settings_fill_sixteen_query_rows(preset: str, kv_heads: int) -> None:
     assert default_settings(PRESETS[preset]).kv_heads == kv_heads
     assert default_settings(model(heads=64, kv_heads=2)).kv_heads == 1
+
+
+@pytest.mark.parametrize(("rows", "num_sms", "kv_heads"), [(1, 8, 1), (16, 8, 1), (17, 8, 4), (16, 6, 4)])
+def test_few_rows_on_all_sms_take_one_key_head_a_program(rows: int, num_sms: int, kv_heads: int) -> None:
+    config = model(heads=32, kv_heads=8)
+    lane = lane_of(config, filled_cache(config, 1, torch.float32), max_rows=17, num_sms=8)
+    indptr = torch.arange(rows + 1, dtype=torch.int32)
+    plan = lane.plan(DecodeBatch(indptr, indptr[:-1], torch.ones_like(indptr[:-1])), num_sms=num_sms)
+    launch = plan.attention[None]
+    assert isinstance(launch, partial)
+    assert launch.keywords["KV_HEADS"] == kv_heads
 
 
 def test_heads_that_no_kernel_takes() -> None:
