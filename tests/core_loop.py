@@ -232,6 +232,11 @@ class CoreLoop:
             if completion.finish_reason == "abort":
                 alone = alone[: len(completion.token_ids)]
             assert list(completion.token_ids) == alone
+            metrics = self.outputs[name].metrics
+            times_s = (metrics.arrival_s, *metrics.token_times_s)
+            assert list(times_s) == sorted(times_s)
+            # Each token takes as long as weights are read, but the host may see two at once.
+            assert times_s[-1] - times_s[0] >= 0.003 * len(metrics.token_times_s)
         stats = self.core.stats()
         assert (stats.kv_blocks_used, stats.num_running, stats.num_waiting) == (0, 0, 0)
         assert not any(self.executor.in_flight.values())

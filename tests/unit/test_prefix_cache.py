@@ -120,6 +120,7 @@ def test_equal_prefixes_that_come_together_are_computed_once(policy: str, depth:
 def test_who_awaits_a_prefix_blocks_nobody() -> None:
     loop = Loop("serial", chunk_tokens=8, max_num_seqs=4)
     writer, waiting, other = loop.add(TEXT[:30]), loop.add(TEXT[:31]), loop.add(5)
+    assert loop.scheduler.prompts(0.0, 0.0) == [writer, other], "of equal prompts that wait, one is offered"
     loop.launch()
     assert [s.status for s in (writer, waiting, other)] == [Status.RUNNING, Status.WAITING, Status.WAITING]
     assert loop.scheduler.prompts(0.0, 0.0) == [writer, other]
@@ -258,13 +259,6 @@ def test_a_sequence_keeps_its_place_when_more_of_it_is_found() -> None:
     loop.launch()
     loop.retire()
     assert list(loop.scheduler.queue.ordered([], 0.0, 0.0)) == waiting
-    loop.drain()
-
-
-def test_of_equal_prompts_that_wait_one_is_offered() -> None:
-    loop = Loop("serial", chunk_tokens=1000)
-    first, _, other = loop.add(TEXT[:30]), loop.add(TEXT[:31]), loop.add(5)
-    assert loop.scheduler.prompts(0.0, 0.0) == [first, other]
     loop.drain()
 
 

@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from examples import few
 from fakes.perf_tables import LLAMA_8B
 from hypothesis import given
 from hypothesis import strategies as st
@@ -27,9 +26,8 @@ from bullet_graph.runtime.rows import Chunk, make_batches
 from bullet_graph.runtime.simulated import SimulatedExecutor
 from bullet_graph.runtime.step import DecodeBatch, Placement, Step
 from bullet_graph.slo import NO_TARGETS, Slo
-from bullet_graph.workloads import Arrivals, Workload, WorkloadRequest, load_workload
+from bullet_graph.workloads import Workload, WorkloadRequest, load_workload
 
-POLICIES = ("serial", "serial:512", "mixed", "mixed:256", "split", "split:32", "auto")
 MODEL = Roofline(H200, LLAMA_8B)
 CONFIG = EngineConfig(model="tiny", policy=Policy("auto"), max_num_seqs=64)
 SETTINGS = SimulationSettings(config=CONFIG, kv_cache_tokens=100_000, max_model_len=8192, host_overhead_ms=0.0)
@@ -150,49 +148,6 @@ def test_sizes_that_the_model_does_not_know_are_refused() -> None:
         SimulatedEngine(MODEL, changed(SETTINGS, decode_sms=(32, 50)))
     with pytest.raises(ConfigError, match="split:48"):
         SimulatedEngine(MODEL, changed(SETTINGS, policy=Policy.parse("split:48"), decode_sms=(32,)))
-
-
-@few(25)
-@given(
-    lengths=st.lists(st.tuples(st.integers(1, 900), st.integers(1, 60)), min_size=1, max_size=12),
-    policy=st.sampled_from(POLICIES),
-    rate=st.sampled_from([1.0, 30.0, math.inf]),
-    seed=st.integers(0, 5),
-    slo=st.sampled_from([NO_TARGETS, TIGHT, Slo(tpot_ms=3), Slo(ttft_ms=20)]),
-    cache_tokens=st.sampled_from([1024, 2000, 20_000]),
-    max_num_seqs=st.sampled_from([1, 3, 64]),
-    chunk_tokens=st.sampled_from([64, 500, 8192]),
-)
-def test_whatever_comes_is_served_within_the_caches_bounds(
-    lengths: list[tuple[int, int]],
-    policy: str,
-    rate: float,
-    seed: int,
-    slo: Slo,
-    cache_tokens: int,
-    max_num_seqs: int,
-    chunk_tokens: int,
-) -> None:
-    """No request starves, whatever the targets, the policy and the room there is."""
-    simulation = run(
-        lengths,
-        Arrivals(request_rate=rate, seed=seed).times(workload(*lengths)).tolist(),
-        slo=slo,
-        policy=Policy.parse(policy),
-        kv_cache_tokens=cache_tokens,
-        max_model_len=1024,
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=chunk_tokens,
-        host_overhead_ms=0.1,
-    )
-    assert output_lens(simulation) == [output for _, output in lengths]
-    assert simulation.stats.kv_blocks_peak <= simulation.stats.kv_blocks_total
-    assert simulation.stats.kv_blocks_used == 0
-    for output in simulation.replay.served:
-        times = (output.metrics.arrival_s, *output.metrics.token_times_s)
-        assert list(times) == sorted(times)
-        # Each token takes as long as weights are read, but the host may see two at once.
-        assert times[-1] - times[0] > 0.003 * output.output_tokens
 
 
 # ---- the simulated executor against schedules worked by hand ----
