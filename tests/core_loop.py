@@ -238,6 +238,7 @@ class CoreLoop:
             # Each token takes as long as weights are read, but the host may see two at once.
             assert times_s[-1] - times_s[0] >= 0.003 * len(metrics.token_times_s)
         stats = self.core.stats()
+        assert stats.kv_blocks_peak <= stats.kv_blocks_total
         assert (stats.kv_blocks_used, stats.num_running, stats.num_waiting) == (0, 0, 0)
         assert not any(self.executor.in_flight.values())
         assert not self.core.in_flight

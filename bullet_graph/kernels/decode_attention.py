@@ -23,7 +23,7 @@ from bullet_graph.perf.roofline import DecoderShape
 _LEAST_Q_BLOCK = 16
 """Rows of the tensor cores' smallest product."""
 _FEW_ROWS = 16
-"""Up to so many rows, on all SMs, a program takes one key head: a sequence then has fewer partial results."""
+"""Up to so many rows, on all SMs, a program takes one key head. With 8 key heads that makes fewer partial results."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,9 +103,9 @@ def window_indptr(kv_lens: NDArray[np.int32], window: int, block_tokens: int) ->
 class TritonDecodeAttention:
     """Kernels and scratch of one lane; never shared by two lanes that run at the same time.
 
-    The launches depend on the number of rows alone, so a captured graph serves batches of any lengths. ``settings``
-    None takes :func:`default_settings` of the SMs that a plan names. Raises ConfigError for a size of heads that the
-    kernels cannot take.
+    The launches do not depend on lengths, so a captured graph serves batches of any. ``settings`` None takes
+    :func:`default_settings` by a plan's SMs and rows. Raises ConfigError for a size of heads that the kernels cannot
+    take.
     """
 
     def __init__(

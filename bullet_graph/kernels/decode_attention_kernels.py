@@ -131,8 +131,8 @@ def decode_attention_kernel(
     """One range of blocks of KV_HEADS key heads per program, sequence after sequence, TILE keys at a time.
 
     A tile's keys are those of KV_HEADS heads, token by token as they lie in memory. One product multiplies all query
-    heads with all of them, and masks pairs of different heads. With one head at a time, most rows of the product would
-    be padding and the loads scattered.
+    heads with all of them, and masks pairs of different heads. With one head at a time, as for few rows, most rows
+    of the product are padding and the loads scattered.
 
     With MEMBERS above 1, a sequence of the line is a group: ``members_ptr`` [groups, 2] has the batch's first row of it
     and the number of its rows, ``kv_indptr_ptr`` counts common blocks, and results go to ``out_ptr`` and

@@ -7,7 +7,7 @@ a row and one of its experts, numbered row * top_k + rank. A *block* is up to BL
 import triton
 import triton.language as tl
 
-from bullet_graph.kernels.triton_kernels import tile_at
+from bullet_graph.kernels.triton_kernels import gated, tile_at
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -193,7 +193,7 @@ def grouped_matmul_kernel(
         if GLU:
             # The halves of a column lie in the same thread, so that they are split without a shuffle.
             gate, up = tl.split(tl.permute(tl.reshape(acc, (BLOCK_M, 2, BLOCK_N)), (0, 2, 1)))
-            out, out_rows = gate * tl.sigmoid(gate) * up, places
+            out, out_rows = gated(gate, up, False), places
         else:
             out, out_rows = acc * tl.load(pair_weights_ptr + pairs)[:, None], pairs
         out_columns = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)

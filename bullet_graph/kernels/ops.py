@@ -32,9 +32,9 @@ class RowInputs:
 class Linear(NamedTuple):
     """A projection, x @ weight.T + bias: weight [out_features, in_features], bias [out_features].
 
-    With a ``scale``, weights and inputs are FP8, and ``group`` columns of an input row share a scale: all, where
-    ``scale`` is [out_features, 1], or 128, where it is [ceil(out_features / 128), ceil(in_features / 128)]. See
-    :mod:`bullet_graph.kernels.fp8`.
+    With a ``scale``, weights are FP8, and so are rows, where :meth:`TorchOps.group_for` says so. ``group`` columns of a
+    row then share a scale: all, where ``scale`` is [out_features, 1], or 128, where it is [ceil(out_features / 128),
+    ceil(in_features / 128)]. See :mod:`bullet_graph.kernels.fp8`.
     """
 
     weight: Tensor
@@ -117,7 +117,7 @@ class TorchOps:
 
     @staticmethod
     def linear(x: Tensor | Quantized, linear: Linear, out: Tensor | None = None) -> Tensor:
-        """Project rows [rows, in_features] into ``out`` [rows, out_features] or new memory; both in FP8, or neither."""
+        """Project rows [rows, in_features], see :meth:`group_for`, into ``out`` [rows, out_features] or new memory."""
         weight, bias, scale, _ = linear
         if scale is not None:
             assert isinstance(x, Quantized)

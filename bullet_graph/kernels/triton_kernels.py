@@ -387,4 +387,4 @@ def swiglu_matmul_kernel(
             acc = tl.dot(x_desc.load([tile_m * BLOCK_M, k]), gate_up.T, acc)
         # The halves of a column lie in the same thread, so that they are split without a shuffle.
         gate, up = tl.split(tl.permute(tl.reshape(acc, (BLOCK_M, 2, BLOCK_N)), (0, 2, 1)))
-        out_desc.store([tile_m * BLOCK_M, tile_n * BLOCK_N], (gate * tl.sigmoid(gate) * up).to(out_desc.dtype))
+        out_desc.store([tile_m * BLOCK_M, tile_n * BLOCK_N], gated(gate, up, False).to(out_desc.dtype))

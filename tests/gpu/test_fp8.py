@@ -56,7 +56,7 @@ def test_quantized_activations(rows: int, width: int, group: int | None) -> None
 @pytest.mark.parametrize("blocks", [False, True])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("rows", [2, 16, 17, 64, 300, 2048])
+@pytest.mark.parametrize("rows", [1, 2, 16, 17, 64, 300, 2048])
 @torch.inference_mode()
 def test_products(rows: int, shape: tuple[int, int], bias: bool, blocks: bool) -> None:
     weight, scale = quantize_weight(random(*shape), blocks=blocks)
@@ -74,14 +74,13 @@ def test_products(rows: int, shape: tuple[int, int], bias: bool, blocks: bool) -
 
 
 @pytest.mark.parametrize("blocks", [False, True])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("shape", [each for each in SHAPES if each[1] % 128 == 0], ids=str)
 @torch.inference_mode()
 def test_one_row(shape: tuple[int, int], blocks: bool) -> None:
     weight, scale = quantize_weight(random(*shape), blocks=blocks)
     bias, x, ops = random(shape[0]), random(1, shape[1]), TritonOps()
     linear = Linear(weight, bias, scale, 128 if blocks else shape[1])
-    if ops.group_for(linear, x) is not None:
-        pytest.skip("too narrow for the kernel of one row")
+    assert ops.group_for(linear, x) is None
     wide = Linear(dequantize_weight(weight, scale), bias.float())
     assert relative_error(ops.linear(x, linear), TorchOps.linear(x.float(), wide)) < 5e-3
     for gelu in (False, True):

@@ -119,7 +119,7 @@ def test_average_forward(pairs: list[tuple[int, int]], rows: int) -> None:
 def test_kernels_by_name() -> None:
     groups = "other norms products rope attention attention products swiglu products norms products sampling"
     assert [group_of(kernel.name) for kernel in STEP] == groups.split()
-    fp8 = {"add_rms_norm_quantize_kernel": "norms", "gemv_fp8_kernel": "products", "matmul_fp8_kernel": "products"}
+    fp8 = {"add_rms_norm_quantize_kernel": "norms", "matmul_fp8_kernel": "products"}
     of_experts = {"route_kernel": "experts", "combine_kernel": "experts", "combine_partials_kernel": "attention"}
     assert {name: group_of(name) for name in fp8 | of_experts} == fp8 | of_experts
 

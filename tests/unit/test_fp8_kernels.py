@@ -117,7 +117,10 @@ def test_triton_quantizes_as_the_reference(rows: int, width: int, group: int, dt
 @pytest.mark.parametrize("blocks", [False, True])
 @pytest.mark.parametrize(
     ("rows", "out_features", "in_features", "bias"),
-    [*((1, 5, 100, False), (3, 130, 384, True), (17, 64, 600, False), (130, 200, 128, False))],
+    [
+        *((1, 33, 384, True), (1, 130, 256, True), (1, 5, 100, False)),
+        *((3, 130, 384, True), (17, 64, 600, False), (130, 200, 128, False)),
+    ],
 )
 def test_triton_product(rows: int, out_features: int, in_features: int, bias: bool, blocks: bool) -> None:
     linear = quantized_linear(out_features, in_features, blocks=blocks, bias=bias)
@@ -135,16 +138,11 @@ def test_triton_product(rows: int, out_features: int, in_features: int, bias: bo
 def test_one_row_is_projected_unquantized(out_features: int, in_features: int, bias: bool, blocks: bool) -> None:
     linear = quantized_linear(out_features, in_features, blocks=blocks, bias=bias)
     x = normal(1, in_features)
-    assert TritonOps.group_for(linear, x) is None
-    assert linear.scale is not None
+    assert (TritonOps.group_for(linear, x), TorchOps.group_for(linear, x)) == (None, linear.group)
+    assert TritonOps.group_for(linear, normal(2, in_features)) == linear.group
+    assert TritonOps.group_for(quantized_linear(8, 100, blocks=blocks), normal(1, 100)), "no block of 128 columns"
     expected = TorchOps.linear(x, Linear(dequantize_weight(linear.weight, linear.scale), linear.bias))
     torch.testing.assert_close(TritonOps.linear(x, linear), expected, rtol=1e-4, atol=1e-3)
-
-
-def test_rows_that_are_quantized() -> None:
-    fits, narrow = (quantized_linear(8, width, blocks=False) for width in (384, 100))
-    assert (TritonOps.group_for(fits, normal(2, 384)), TorchOps.group_for(fits, normal(1, 384))) == (384, 384)
-    assert TritonOps.group_for(narrow, normal(1, 100)) == 100, "no block of 128 columns"
 
 
 @pytest.mark.parametrize("rows", [2, 100])

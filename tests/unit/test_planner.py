@@ -251,6 +251,16 @@ class TestCorrections:
         assert auto.plan(load_of(decoding(64))).decode_ms == pytest.approx(9.0, rel=0.01)
         assert auto.predictor.decode_ms(64, 64000) == pytest.approx(9.0, rel=0.01)
 
+    def test_a_slow_mixed_step_gets_fewer_rows(self) -> None:
+        mixed = planner("mixed")
+        load = load_of(decoding(64, tpot=15.0), 8000)
+        before = mixed.plan(load)
+        for _ in range(5):
+            mixed.corrections.observe("mixed", "step", 10.0, 14.0)
+        after = mixed.plan(load)
+        assert after.chunk_tokens < before.chunk_tokens
+        assert after.decode_ms <= 15.0
+
 
 def test_the_rate_for_ordering_prompts_follows_the_plans() -> None:
     mixed = planner("mixed")
