@@ -16,6 +16,9 @@ PRODUCT_FLOPS_PER_MS = 600e9
 FINE_ROWS = 1024
 """For any model, piecewise graphs reach this number of rows, in steps of at most a matrix product's tile."""
 
+FP8_LAYER_MS = 0.7
+"""Host time to launch one dense FP8 layer: 0.55 to 0.85 ms on two hosts (bench/LOG.md)."""
+
 EXPERTS_ROWS = 4096
 """With experts, they reach this one: a layer has 15 launches, in FP8 0.7 to 1.9 ms of the host (bench/LOG.md)."""
 
@@ -45,11 +48,14 @@ def batch_size_buckets(max_batch_size: int) -> tuple[int, ...]:
 def launch_bound_rows(shape: DecoderShape) -> int:
     """Rows up to which launching a layer kernel by kernel takes longer than its products: 276 for llama-3.1-8b.
 
-    Host time of a layer × FLOP/s / (2 × weights that a row meets): each row takes two FLOPs per weight.
+    Host time of a layer × FLOP/s / (2 × weights that a row meets): each row takes two FLOPs per weight. Dense FP8
+    layers have more launches, and products of twice the rate: 1,926 rows for llama-3.1-8b-fp8.
     """
     weights: float = sum(map(math.prod, layer_matrices(shape)))
     weights += shape.own_experts_per_token * sum(map(math.prod, expert_projections(shape).values()))
-    return math.ceil(GENERIC.eager_layer_ms * PRODUCT_FLOPS_PER_MS / (2 * weights))
+    has_fp8_products = shape.fp8 is not None and not shape.num_experts
+    layer_ms, rate = (FP8_LAYER_MS, 2) if has_fp8_products else (GENERIC.eager_layer_ms, 1)
+    return math.ceil(layer_ms * rate * PRODUCT_FLOPS_PER_MS / (2 * weights))
 
 
 def row_buckets(max_rows: int, shape: DecoderShape) -> tuple[int, ...]:

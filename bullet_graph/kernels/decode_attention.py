@@ -54,23 +54,26 @@ class DecodeKernelSettings:
 
 
 def default_settings(config: DecoderShape, *, whole_gpu: bool = True, few_rows: bool = False) -> DecodeKernelSettings:
-    """The fastest settings measured on an H200 with 8 key heads (bench/LOG.md).
+    """The fastest settings measured on an H200 (bench/LOG.md).
 
     Over a 16-bit cache, as many key heads per tile as have at most 16 query heads; two programs per SM saturate the
     memory, on a part of the SMs three are 14 % faster (bench/results/h200/decode_attention.json). Over an FP8 cache,
-    many small programs, on all SMs of half as many key heads.
+    more programs with fewer warps; with 4 query heads per key head, on all SMs, also with half as many key heads.
     """
     if few_rows:
-        ctas_per_sm, num_warps = (8, 1) if config.fp8_kv else (4, 2)
-        return DecodeKernelSettings(kv_heads=1, tile=_LEAST_Q_BLOCK, ctas_per_sm=ctas_per_sm, num_warps=num_warps)
-    most = _LEAST_Q_BLOCK // 2 if config.fp8_kv and whole_gpu else _LEAST_Q_BLOCK
+        num_warps = 1 if config.fp8_kv else 2
+        return DecodeKernelSettings(kv_heads=1, tile=_LEAST_Q_BLOCK, ctas_per_sm=4, num_warps=num_warps)
     group = config.num_heads // config.num_kv_heads
+    is_small = config.fp8_kv and whole_gpu and group == 4 and config.head_dim <= 128
+    most = _LEAST_Q_BLOCK // 2 if is_small else _LEAST_Q_BLOCK
     fitting = (n for n in (16, 8, 4, 2, 1) if config.num_kv_heads % n == 0 and n * group <= most)
     tile = max(_LEAST_Q_BLOCK, 64 * 128 // config.head_dim)
     kv_heads = next(fitting, 1)
     if config.fp8_kv:
-        tile = min(max(16 * kv_heads, 32), tile)
-        return DecodeKernelSettings(kv_heads=kv_heads, tile=tile, ctas_per_sm=8, num_warps=1 if whole_gpu else 2)
+        tile = tile if whole_gpu and not is_small else min(max(16 * kv_heads, 32), tile)
+        ctas_per_sm = 8 if is_small or not whole_gpu else 4
+        num_warps = 1 if is_small else 2
+        return DecodeKernelSettings(kv_heads=kv_heads, tile=tile, ctas_per_sm=ctas_per_sm, num_warps=num_warps)
     ctas_per_sm, registers = (2, None) if whole_gpu else (3, 168)
     return DecodeKernelSettings(kv_heads=kv_heads, tile=tile, ctas_per_sm=ctas_per_sm, max_registers=registers)
 
