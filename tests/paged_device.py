@@ -156,10 +156,7 @@ class PagedDevice:
     def _write(
         self, ticket: int, slot: int, start: int, tokens: list[int], kv_start: int, blocks: np.ndarray
     ) -> np.ndarray:
-        """Put tokens at positions from ``start`` on; the last tokens up to there, as many as the window holds.
-
-        The blocks' first token has the position ``kv_start``; they hold what the window of each token needs.
-        """
+        """Put tokens at positions from ``start`` on, into blocks whose first token has the position ``kv_start``."""
         state = self.slots[slot]
         if not state.length and start:
             # A prefix that another slot has written; that it is the right one shows in the tokens.

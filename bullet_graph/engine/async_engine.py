@@ -283,10 +283,7 @@ class AsyncEngine:
             _send(stream.loop, (stream, _copy(failure)))
 
     def _deliver(self, outputs: list[RequestOutput]) -> None:
-        """Hand out a step's outputs, together for each event loop: waking it costs more than an output.
-
-        Outputs of aborted requests are dropped: nobody waits for them, and another request may use the id by now.
-        """
+        """Hand out a step's outputs, together for each event loop, and drop those of aborted requests."""
         by_loop: dict[asyncio.AbstractEventLoop, list[tuple[_OutputStream, _Item]]] = defaultdict(list)
         for output in outputs:
             stream = self._streams.get(output.request_id)

@@ -56,23 +56,20 @@ class DecodeKernelSettings:
 def default_settings(config: DecoderShape, *, whole_gpu: bool = True, few_rows: bool = False) -> DecodeKernelSettings:
     """The fastest settings measured on an H200 (bench/LOG.md).
 
-    Over a 16-bit cache, as many key heads per tile as have at most 16 query heads; two programs per SM saturate the
-    memory, on a part of the SMs three are 14 % faster (bench/results/h200/decode_attention.json). Over an FP8 cache,
-    more programs with fewer warps; with 4 query heads per key head, on all SMs, also with half as many key heads.
+    A tile has as many key heads as have at most 16 query heads. Over a 16-bit cache, two programs per SM saturate the
+    memory; on a part of the SMs three are 14 % faster (bench/results/h200/decode_attention.json). Over an FP8 cache,
+    with 4 query heads per key head, eight of one warp with 2 key heads are 7 to 30 % faster than four of two warps.
     """
     if few_rows:
         num_warps = 1 if config.fp8_kv else 2
         return DecodeKernelSettings(kv_heads=1, tile=_LEAST_Q_BLOCK, ctas_per_sm=4, num_warps=num_warps)
     group = config.num_heads // config.num_kv_heads
-    is_small = config.fp8_kv and whole_gpu and group == 4 and config.head_dim <= 128
+    is_small = config.fp8_kv and group == 4 and config.head_dim <= 128
     most = _LEAST_Q_BLOCK // 2 if is_small else _LEAST_Q_BLOCK
-    fitting = (n for n in (16, 8, 4, 2, 1) if config.num_kv_heads % n == 0 and n * group <= most)
+    kv_heads = next((n for n in (16, 8, 4, 2) if config.num_kv_heads % n == 0 and n * group <= most), 1)
     tile = max(_LEAST_Q_BLOCK, 64 * 128 // config.head_dim)
-    kv_heads = next(fitting, 1)
     if config.fp8_kv:
-        tile = tile if whole_gpu and not is_small else min(max(16 * kv_heads, 32), tile)
-        ctas_per_sm = 8 if is_small or not whole_gpu else 4
-        num_warps = 1 if is_small else 2
+        tile, (ctas_per_sm, num_warps) = min(max(16 * kv_heads, 32), tile), (8, 1) if is_small else (4, 2)
         return DecodeKernelSettings(kv_heads=kv_heads, tile=tile, ctas_per_sm=ctas_per_sm, num_warps=num_warps)
     ctas_per_sm, registers = (2, None) if whole_gpu else (3, 168)
     return DecodeKernelSettings(kv_heads=kv_heads, tile=tile, ctas_per_sm=ctas_per_sm, max_registers=registers)
@@ -126,16 +123,18 @@ class TritonDecodeAttention:
                 f"got {config.head_dim}: use FlashInfer's kernels for this model"
             )
         self._whole = settings or default_settings(config)
-        self._few = settings or default_settings(config, few_rows=True)
         self._part = settings or default_settings(config, whole_gpu=False)
         self._config = config
+        few = settings or default_settings(config, few_rows=True)
+        # More ranges would make more partial results.
+        self._few = min(few, self._whole, key=partial(self._workers, gpu.num_sms))
         self.cache = cache
         self._windows = set(cache.windows)
         self._max_rows = max_rows
         self._num_sms = gpu.num_sms
         self._overlap_launches = gpu.overlaps_launches
         device = cache.layer(0)[0].device
-        slots = 2 * max(self._workers(gpu.num_sms, of) for of in (self._whole, self._few, self._part))
+        slots = 2 * max(self._workers(gpu.num_sms, of) for of in (self._whole, self._part))
         members = self._whole.members if self.can_share else 1
         sizes = config.num_heads, config.head_dim
         self.partials = torch.empty(slots * members, *sizes, dtype=torch.float32, device=device)

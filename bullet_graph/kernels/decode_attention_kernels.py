@@ -49,10 +49,7 @@ def _block_ids(ids_ptr, start, key_tokens, num_tokens, TILE_TOKENS: tl.constexpr
 def _sum_of_partials(
     partial_ptr, partial_lse_ptr, first, last, heads, inside, NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr
 ):
-    """Sum of the partial results of workers first to last, for heads of one sequence, and its log-sum-exp.
-
-    [len(heads), HEAD_DIM] and [len(heads)].
-    """
+    """Sum of the partial results of workers first to last, [len(heads), HEAD_DIM], and its log-sum-exp."""
     BLOCK: tl.constexpr = heads.shape[0]
     lanes = tl.arange(0, HEAD_DIM)
     peak = tl.full((BLOCK,), -float("inf"), tl.float32)

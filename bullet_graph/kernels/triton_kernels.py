@@ -258,10 +258,7 @@ def _ban_bad_words(token, position, marks, table):
 
 @triton.jit
 def _sample_row(row_ptr, position, settings, adjust, vocab_size, BLOCK: tl.constexpr, ADJUSTED: tl.constexpr):
-    """A row's token: greedy, or Gumbel-max over what top_k, top_p and min_p leave.
-
-    Cuts are found by bisecting the threshold over the floats' integer keys: no sort, nothing stored.
-    """
+    """A row's token: greedy, or Gumbel-max over what top_k, top_p and min_p leave, cut by bisection without a sort."""
     temperature = tl.load(settings).to(tl.float32, bitcast=True)
     is_masked = position < tl.load(settings + 6)
     lanes = tl.arange(0, BLOCK)

@@ -163,12 +163,12 @@ def rank_prompts(prompts: Sequence[PromptLoad], now_s: float, ms_per_token: floa
 def wait_ms(prompts: Sequence[PromptLoad], newcomer: PromptLoad, now_s: float, ms_per_token: float) -> float:
     """Time until a prompt that comes now would be prefilled beside these, if no other came; its own time included."""
     resumed, kept, late, late_share = rank_prompts([*prompts, newcomer], now_s, ms_per_token)
-    order, rate = kept, 1 - late_share
-    if len(prompts) not in kept:
-        order, rate = kept + late, 1.0
     tokens = [p.tokens_left for p in (*prompts, newcomer)]
+    order = kept if len(prompts) in kept else kept + late
     before = sum(tokens[i] for i in order[: order.index(len(prompts)) + 1])
-    return (sum(tokens[i] for i in resumed) + before / rate) * ms_per_token
+    if order is kept:  # the late get their share, but never more than they need
+        before = min(before / (1 - late_share), before + sum(tokens[i] for i in late))
+    return (sum(tokens[i] for i in resumed) + before) * ms_per_token
 
 
 def next_deadlines(prompt: PromptLoad, earliest_s: float) -> tuple[float | None, float]:

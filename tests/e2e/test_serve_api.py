@@ -195,10 +195,7 @@ def test_log_probabilities_of_a_chat(chat: Create) -> None:
 
 
 def test_end_of_sequence_ends_a_chat_unless_ignored(model: Model) -> None:
-    """The checkpoint's end-of-sequence token is its id 1, one of 320, all equally probable at this temperature.
-
-    Its tokenizer begins each text with id 0, which the chat template writes itself: once is enough.
-    """
+    """Id 1 ends a sequence; all 320 are equally probable. Each text begins with id 0, written by the template alone."""
     with serving(model.folder, max_model_len=512) as served:
         ask = {"max_tokens": 1, "return_token_ids": True}
         answer = served.post("/v1/chat/completions", messages=MESSAGES, **ask).json()

@@ -219,10 +219,7 @@ def test_a_long_prompt_in_a_split_holds_nothing_up_and_decodes_as_soon_as_its_la
 
 
 class _Biased(CheckedExecutor):
-    """Reports twice the time of launches that are slow, which depends on the launch and on whether it ran all beside.
-
-    It did if the other lane was busy when it began and when it ended.
-    """
+    """Reports twice the time of slow launches. All beside: the other lane was busy at the launch's begin and end."""
 
     def __init__(self, is_slow: Callable[[Launch, bool], bool], max_in_flight: int = 2) -> None:
         super().__init__(max_in_flight=max_in_flight)

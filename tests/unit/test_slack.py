@@ -9,7 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from bullet_graph.planner.plan import DecodeLoad, PromptLoad
-from bullet_graph.planner.slack import decode_load, have_room, next_deadlines, order_prompts, rank_prompts
+from bullet_graph.planner.slack import decode_load, have_room, next_deadlines, order_prompts, rank_prompts, wait_ms
 from bullet_graph.planner.tuning import TUNING
 
 
@@ -199,6 +199,10 @@ class TestOrderPrompts:
         late = [prompt(1000, 0.1 * i, 0.5) for i in range(10)]
         assert rank_prompts(late, TUNING.patience_s - 1.0, 1.0).late_share == TUNING.late_share
         assert rank_prompts(late, TUNING.patience_s + 9.0, 0.0).late_share == TUNING.late_share
+
+    def test_a_newcomer_waits_for_the_late_no_longer_than_they_need(self) -> None:
+        now = TUNING.patience_s - 0.01
+        assert wait_ms([prompt(20, 0.0, 0.01)], prompt(400, now, 0.5), now, 1.0) == pytest.approx(420)
 
     queues = st.lists(
         st.builds(
