@@ -34,7 +34,7 @@ def refused(result: Result) -> str:
 
 def printed(result: Result) -> dict[str, Any]:
     """The JSON that a command printed, and nothing beside it."""
-    assert result.stderr == ""
+    assert result.stderr == "", result.stderr
     return parsed(result)
 
 

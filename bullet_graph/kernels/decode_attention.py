@@ -69,7 +69,8 @@ def default_settings(config: DecoderShape, *, whole_gpu: bool = True, few_rows: 
     kv_heads = next((n for n in (16, 8, 4, 2) if config.num_kv_heads % n == 0 and n * group <= most), 1)
     tile = max(_LEAST_Q_BLOCK, 64 * 128 // config.head_dim)
     if config.fp8_kv:
-        tile, (ctas_per_sm, num_warps) = min(max(16 * kv_heads, 32), tile), (8, 1) if is_small else (4, 2)
+        tile = min(max(16 * kv_heads, 32), tile)
+        ctas_per_sm, num_warps = (8, 1) if is_small else (4, 2)
         return DecodeKernelSettings(kv_heads=kv_heads, tile=tile, ctas_per_sm=ctas_per_sm, num_warps=num_warps)
     ctas_per_sm, registers = (2, None) if whole_gpu else (3, 168)
     return DecodeKernelSettings(kv_heads=kv_heads, tile=tile, ctas_per_sm=ctas_per_sm, max_registers=registers)
