@@ -58,7 +58,7 @@ def default_settings(config: DecoderShape, *, whole_gpu: bool = True, few_rows: 
 
     A tile has as many key heads as have at most 16 query heads. Over a 16-bit cache, two programs per SM saturate the
     memory; on a part of the SMs three are 14 % faster (bench/results/h200/decode_attention.json). Over an FP8 cache,
-    with 4 query heads per key head, eight of one warp with 2 key heads are 7 to 30 % faster than four of two warps.
+    with 4 query heads per key head, eight of one warp take 7 to 30 % less time than four of two (8 key heads, 64 rows).
     """
     if few_rows:
         num_warps = 1 if config.fp8_kv else 2

@@ -201,8 +201,8 @@ class TestOrderPrompts:
         assert rank_prompts(late, TUNING.patience_s + 9.0, 0.0).late_share == TUNING.late_share
 
     def test_a_newcomer_waits_for_the_late_no_longer_than_they_need(self) -> None:
-        now = TUNING.patience_s - 0.01
-        assert wait_ms([prompt(20, 0.0, 0.01)], prompt(400, now, 0.5), now, 1.0) == pytest.approx(420)
+        assert wait_ms([prompt(20, 0.0, 0.01)], prompt(400, 19.99, 0.5), 19.99, 1.0) == pytest.approx(420)
+        assert wait_ms([prompt(4000, 0.0, 0.01)], prompt(300, 10.0, 1.0), 10.0, 1.0) == pytest.approx(300 / 0.6)
 
     queues = st.lists(
         st.builds(

@@ -297,8 +297,11 @@ def test_a_plan_reads_its_batch_when_it_runs() -> None:
 )
 def test_default_settings_by_heads(preset: str, kv_heads: int, over_fp8: tuple[int, ...]) -> None:
     assert default_settings(PRESETS[preset]).kv_heads == kv_heads
-    chosen = default_settings(in_formats(PRESETS[preset], quantization=None, kv_cache_dtype="fp8"))
+    fp8 = in_formats(PRESETS[preset], quantization=None, kv_cache_dtype="fp8")
+    chosen = default_settings(fp8)
     assert (chosen.kv_heads, chosen.tile, chosen.ctas_per_sm, chosen.num_warps) == over_fp8
+    assert default_settings(fp8, few_rows=True).num_warps == 1
+    assert default_settings(dataclasses.replace(fp8, head_dim=256)).num_warps == 2
 
 
 @pytest.mark.parametrize(
