@@ -283,7 +283,7 @@ class AsyncEngine:
             _send(stream.loop, (stream, _copy(failure)))
 
     def _deliver(self, outputs: list[RequestOutput]) -> None:
-        """Hand out a step's outputs, together for each event loop, and drop those of aborted requests."""
+        """Hand out a step's outputs, but of aborted requests, together for each event loop: to wake one is dear."""
         by_loop: dict[asyncio.AbstractEventLoop, list[tuple[_OutputStream, _Item]]] = defaultdict(list)
         for output in outputs:
             stream = self._streams.get(output.request_id)

@@ -61,8 +61,7 @@ def default_settings(config: DecoderShape, *, whole_gpu: bool = True, few_rows: 
     with 4 query heads per key head, eight of one warp take 7 to 30 % less time than four of two (8 key heads, 64 rows).
     """
     if few_rows:
-        num_warps = 1 if config.fp8_kv else 2
-        return DecodeKernelSettings(kv_heads=1, tile=_LEAST_Q_BLOCK, ctas_per_sm=4, num_warps=num_warps)
+        return DecodeKernelSettings(kv_heads=1, tile=_LEAST_Q_BLOCK, ctas_per_sm=4, num_warps=1 if config.fp8_kv else 2)
     group = config.num_heads // config.num_kv_heads
     is_small = config.fp8_kv and group == 4 and config.head_dim <= 128
     most = _LEAST_Q_BLOCK // 2 if is_small else _LEAST_Q_BLOCK

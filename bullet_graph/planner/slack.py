@@ -164,9 +164,10 @@ def wait_ms(prompts: Sequence[PromptLoad], newcomer: PromptLoad, now_s: float, m
     """Time until a prompt that comes now would be prefilled beside these, if no other came; its own time included."""
     resumed, kept, late, late_share = rank_prompts([*prompts, newcomer], now_s, ms_per_token)
     tokens = [p.tokens_left for p in (*prompts, newcomer)]
-    order = kept if len(prompts) in kept else kept + late
+    is_kept = len(prompts) in kept
+    order = kept if is_kept else kept + late
     before: float = sum(tokens[i] for i in order[: order.index(len(prompts)) + 1])
-    if order is kept:  # the late get their share, but never more than they need
+    if is_kept:  # the late get their share, but never more than they need
         before = min(before / (1 - late_share), before + sum(tokens[i] for i in late))
     return (sum(tokens[i] for i in resumed) + before) * ms_per_token
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import openai
 import pytest
 from checkpoints import write_checkpoint
+from cli_runner import write_trace
 from engines import PROMPTS, Gate, Launches, Model, before_launch, make_engine
 from servers import Served
 
@@ -29,6 +30,12 @@ def _collect_garbage_quickly() -> Iterator[None]:
         patch.setattr(gc, "unfreeze", lambda: None)
         yield
     gc.unfreeze()
+
+
+@pytest.fixture
+def trace(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
+    """A trace of the module's LENGTHS."""
+    return write_trace(tmp_path, *request.module.LENGTHS)
 
 
 @pytest.fixture(scope="session")

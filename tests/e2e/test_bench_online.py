@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cli_runner import TINY, printed, refused, run, write_trace
+from cli_runner import TINY, printed, refused, run
 from click.testing import Result
 
 from bullet_graph import Engine
@@ -13,11 +13,6 @@ from bullet_graph.engine.output import RequestOutput
 
 LENGTHS = ((30, 5), (7, 12), (100, 1), (12, 8), (50, 3), (9, 6))
 TARGETS = ("--goodput", "ttft:60000", "tpot:60000")
-
-
-@pytest.fixture
-def trace(tmp_path: Path) -> Path:
-    return write_trace(tmp_path, *LENGTHS)
 
 
 def bench(*arguments: str, trace: Path | str) -> Result:

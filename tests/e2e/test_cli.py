@@ -22,11 +22,6 @@ def bench(*arguments: str, trace: Path | str) -> Result:
     return run("bench", "throughput", *TINY, "--trace", str(trace), *arguments)
 
 
-@pytest.fixture
-def trace(tmp_path: Path) -> Path:
-    return write_trace(tmp_path, *LENGTHS)
-
-
 # ---- bench throughput ----
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from unittest.mock import DEFAULT, AsyncMock
 
 import pytest
-from cli_runner import refused, write_trace
+from cli_runner import refused
 from click.testing import CliRunner, Result
 from peers_fakes import CompletionsServer, FakeSglang, completions_server, install_fake_sglang, install_fake_vllm
 
@@ -19,11 +19,6 @@ pytestmark = pytest.mark.timeout(180)
 
 LENGTHS = ((20, 4), (33, 1), (7, 6), (50, 3), (12, 5))
 EASY = "ttft:600000 tpot:600000"
-
-
-@pytest.fixture
-def trace(tmp_path: Path) -> Path:
-    return write_trace(tmp_path, *LENGTHS)
 
 
 @pytest.fixture(autouse=True)

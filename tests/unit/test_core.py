@@ -219,7 +219,7 @@ def test_a_long_prompt_in_a_split_holds_nothing_up_and_decodes_as_soon_as_its_la
 
 
 class _Biased(CheckedExecutor):
-    """Reports twice the time of slow launches. All beside: the other lane was busy at the launch's begin and end."""
+    """Reports twice the time of slow launches; ``is_slow`` also learns if the other lane was busy at begin and end."""
 
     def __init__(self, is_slow: Callable[[Launch, bool], bool], max_in_flight: int = 2) -> None:
         super().__init__(max_in_flight=max_in_flight)

@@ -54,7 +54,9 @@ def test_short_forwards_are_padded_little(max_rows: int, model: str, data: st.Da
 def test_the_largest_bucket_follows_the_model() -> None:
     assert launch_bound_rows(PRESETS["llama-3.1-8b"]) == 276
     assert launch_bound_rows(PRESETS["qwen3-0.6b"]) == 3815
+    assert launch_bound_rows(PRESETS["llama-3.1-8b-fp8"]) == 1926
     large = (*range(16, 257, 16), *range(288, 513, 32), *range(576, 1025, 64))
+    assert len(large) == 32
     for name in ("llama-3.1-8b", "qwen3-8b", "llama-3.2-1b"):
         assert row_buckets(8448, PRESETS[name]) == large
     small = (*large, *range(1152, 2049, 128), *range(2304, 3841, 256))

@@ -23,7 +23,7 @@ from bullet_graph.models.presets import PRESETS
 from bullet_graph.models.sharding import shard
 from bullet_graph.perf import table as tables
 from bullet_graph.perf.bandwidth import measure_copy_gb_per_s
-from bullet_graph.perf.performance import PerformanceModel, attention_pairs
+from bullet_graph.perf.performance import attention_pairs
 from bullet_graph.perf.roofline import (
     Roofline,
     decode_step_bytes,
@@ -70,6 +70,7 @@ def change(path: Path, edit: Change, *, sign: bool = True) -> None:
     path.write_text(json.dumps(content))
 
 
+ESTIMATE = Roofline(H200, LLAMA_8B)
 REPEATED = replace(
     h200_table(noise=0.1),
     points={
@@ -420,46 +421,47 @@ def test_no_other_chunk_has_a_higher_rate(max_tokens: int, sms: int, shape: Mode
     assert rates[best] == max(rates.values())
 
 
-@pytest.fixture(scope="module")
-def roofline() -> PerformanceModel:
-    return Roofline(H200, LLAMA_8B)
-
-
 @pytest.mark.parametrize("batch_size", [1, 8, 64, 256])
-def test_decode_on_an_h200_within_15_percent(roofline: PerformanceModel, batch_size: int) -> None:
-    predicted = roofline.decode(batch_size, batch_size * 1000)
+def test_decode_on_an_h200_within_15_percent(batch_size: int) -> None:
+    predicted = ESTIMATE.decode(batch_size, batch_size * 1000)
     assert predicted.ms == pytest.approx(perf_tables.decode_ms(batch_size, 1000), rel=0.15)
     assert not predicted.measured
 
 
 @pytest.mark.parametrize("decode_sms", [16, 32, 48, 64, 80, 96, 112])
-def test_partitions_of_an_h200_within_30_percent(roofline: PerformanceModel, decode_sms: int) -> None:
+def test_partitions_of_an_h200_within_30_percent(decode_sms: int) -> None:
     decode_ms, prefill_ms = perf_tables.split_ms(decode_sms, 64, 1000, 2048)
-    both = roofline.split(decode_sms, 64, 64_000, 2048, attention_pairs(2048))
+    both = ESTIMATE.split(decode_sms, 64, 64_000, 2048, attention_pairs(2048))
     assert both.decode_ms == pytest.approx(decode_ms, rel=0.3)
     assert both.prefill_ms == pytest.approx(prefill_ms, rel=0.3)
     assert not both.measured
 
 
-def test_prefill_and_mixed_on_an_h200(roofline: PerformanceModel) -> None:
+def test_prefill_and_mixed_on_an_h200() -> None:
     pairs = attention_pairs(2048)
-    assert roofline.prefill(2048, pairs).ms == pytest.approx(perf_tables.prefill_ms(2048), rel=0.1)
-    mixed = roofline.mixed(2048, pairs, 64, 64_000)
+    assert ESTIMATE.prefill(2048, pairs).ms == pytest.approx(perf_tables.prefill_ms(2048), rel=0.1)
+    mixed = ESTIMATE.mixed(2048, pairs, 64, 64_000)
     assert mixed.ms == pytest.approx(perf_tables.mixed_ms(2048, 64, 1000), rel=0.1)
 
 
 @pytest.mark.parametrize("name", ["h200_llama-3.1-8b", "h200_qwen3-8b", "h100_llama-3.1-8b"])
 def test_errors_on_the_points_of_measured_tables(name: str) -> None:
     table = read_table(next(path for path in list_tables() if path.name == f"{name}_bfloat16.json"))
-    roofline = Roofline(gpu_spec(table.key.gpu, table.key.num_sms), PRESETS[table.key.model])
+    gpu = gpu_spec(table.key.gpu, table.key.num_sms)
+    roofline = Roofline(gpu, PRESETS[table.key.model])
     errors: dict[str, list[float]] = {}
     for point, repeats in table.points.items():
-        predicted_ms, _ = point.predicted(roofline)
-        kind = point.kind if point.kind == "split" or point.sms is None else "part"
-        errors.setdefault(kind, []).append(abs(predicted_ms[0] / median_ms(repeats)[0] - 1))
+        predicted_ms, is_measured = point.predicted(roofline)
+        assert not is_measured
+        for lane, (predicted, measured) in enumerate(zip(predicted_ms, median_ms(repeats), strict=True)):
+            kind = f"split {lane}" if point.kind == "split" else point.kind if point.sms is None else "part"
+            errors.setdefault(kind, []).append(abs(predicted / measured - 1))
     medians = {kind: statistics.median(of_kind) for kind, of_kind in errors.items()}
     assert max(medians["decode"], medians["prefill"], medians["mixed"]) < 0.07
-    assert max(medians["part"], medians["split"]) < 0.2
+    assert max(medians["part"], medians["split 0"], medians["split 1"]) < 0.2
+    # Parts of a GPU that the rates were not fitted to may be further off.
+    known = errors if gpu.is_measured else {kind: errors[kind] for kind in ("decode", "prefill", "mixed")}
+    assert max(map(max, known.values())) < 0.25
 
 
 def test_sizes_of_the_decode_lane_leave_prefill_16_sms_and_chunks_follow_the_waves() -> None:

@@ -293,10 +293,14 @@ def test_a_plan_reads_its_batch_when_it_runs() -> None:
 
 @pytest.mark.parametrize(
     ("preset", "kv_heads", "over_fp8"),
-    [("llama-3.1-8b", 4, (2, 32, 8, 1)), ("llama-3.1-70b", 2, (2, 32, 4, 2)), ("qwen3-0.6b", 8, (8, 64, 4, 2))],
+    [
+        *(("llama-3.1-8b", 4, (2, 32, 8, 1)), ("llama-3.1-70b", 2, (2, 32, 4, 2)), ("qwen3-0.6b", 8, (8, 64, 4, 2))),
+        *(("llama-3.2-1b", 4, (2, 32, 8, 1)), ("tiny", 1, (1, 32, 4, 2))),
+    ],
 )
 def test_default_settings_by_heads(preset: str, kv_heads: int, over_fp8: tuple[int, ...]) -> None:
     assert default_settings(PRESETS[preset]).kv_heads == kv_heads
+    assert default_settings(model(heads=64, kv_heads=2)).kv_heads == 1
     fp8 = in_formats(PRESETS[preset], quantization=None, kv_cache_dtype="fp8")
     chosen = default_settings(fp8)
     assert (chosen.kv_heads, chosen.tile, chosen.ctas_per_sm, chosen.num_warps) == over_fp8
@@ -305,17 +309,16 @@ def test_default_settings_by_heads(preset: str, kv_heads: int, over_fp8: tuple[i
 
 
 @pytest.mark.parametrize(
-    ("kv_heads", "rows", "num_sms", "tile"),
-    [(8, 1, 8, 16), (8, 16, 8, 16), (8, 17, 8, 128), (8, 16, 6, 128), (1, 1, 8, 128)],
+    ("of", "rows", "num_sms", "kv_heads", "tile"),
+    [(8, 1, 8, 1, 16), (8, 16, 8, 1, 16), (8, 17, 8, 4, 128), (8, 16, 6, 4, 128), (1, 1, 8, 1, 128)],
 )
-def test_few_rows_on_all_sms_take_small_tiles_if_not_more_ranges(
-    kv_heads: int, rows: int, num_sms: int, tile: int
-) -> None:
-    config = model(heads=32, kv_heads=kv_heads)
+def test_few_rows_on_all_sms_take_one_head(of: int, rows: int, num_sms: int, kv_heads: int, tile: int) -> None:
+    config = model(heads=32, kv_heads=of)
     lane = lane_of(config, filled_cache(config, 1, torch.float32), max_rows=17, num_sms=8)
     indptr = torch.arange(rows + 1, dtype=torch.int32)
     plan = lane.plan(DecodeBatch(indptr, indptr[:-1], torch.ones_like(indptr[:-1])), num_sms=num_sms)
-    assert plan.attention[None].keywords["TILE"] == tile
+    found = plan.attention[None].keywords
+    assert (found["KV_HEADS"], found["TILE"]) == (kv_heads, tile)
 
 
 def test_heads_that_no_kernel_takes() -> None:
