@@ -42,7 +42,7 @@ _NAMES = {  # parts of kernel names in lower case; Inductor's names say what the
     "norms": ("add_rms_norm", "rsqrt"),
     "swiglu": ("silu", "act_and_mul"),
     "experts": ("grouped_matmul", "route_kernel", "sort_kernel", "combine_kernel"),
-    "products": ("nvjet", "gemm", "gemv", "cutlass", "splitk", "cublas", "matmul_fp8"),
+    "products": ("nvjet", "gemm", "one_row", "cutlass", "splitk", "cublas", "matmul_kernel"),
 }
 _LAST = "sampling"
 

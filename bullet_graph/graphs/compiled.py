@@ -1,4 +1,4 @@
-"""The two compiled parts of a decoder layer, before and after attention: one compilation for all batch sizes above one.
+"""The two compiled parts of a decoder layer, before and after attention: one compilation for all batch sizes.
 
 torch.compile makes them. A capture cache keeps them as AOTInductor packages instead: shared libraries and cubins, which
 torch's C++ runtime loads within milliseconds.
@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from bullet_graph.kernels.fp8 import FP8, Quantized
 from bullet_graph.kernels.ops import Experts, HeadNorms, Linear, TorchOps
 from bullet_graph.models.decoder import Decoder
 from bullet_graph.models.layers import LayerFunctions, attention_input, attention_output, mlp_part
@@ -183,14 +182,8 @@ def compiled_functions(
     too, so that the second part is :func:`~bullet_graph.models.layers.mlp_part`.
     """
 
-    def compiled_input(*arguments: Any) -> tuple[Tensor, Tensor]:
-        return attention_input(fused, *arguments)
-
-    def compiled_output(*arguments: Any) -> tuple[Tensor, Tensor]:
-        return attention_output(fused, *arguments)
-
-    def compiled_mlp(*arguments: Any) -> tuple[Tensor, Tensor]:
-        return mlp_part(fused, *arguments)
+    def part(name: str, function: CompiledPart, rows: tuple[Tensor, ...], rest: tuple[Any, ...]) -> CompiledPart:
+        return compiler(LayerPart(name, lambda *arguments: function(fused, *arguments), rows, rest))
 
     config, layer = decoder.config, decoder.weights.layers[0]
     x, residual, attended = (
@@ -201,14 +194,12 @@ def compiled_functions(
     if between.communicator is not None:
         norm, qkv, _ = layer.input_weights
         _, attended_norm, mlp_norm, mlp, _, multiplier = layer.output_weights
-        first = LayerPart("attention_input", compiled_input, (x, residual), (norm, qkv, None, eps))
+        first = part("attention_input", attention_input, (x, residual), (norm, qkv, None, eps))
         weights = (attended_norm, mlp_norm, mlp, multiplier, eps)
-        return _around_collectives(
-            between, compiler(first), compiler(LayerPart("mlp", compiled_mlp, (x, residual), weights))
-        )
-    first = LayerPart("attention_input", compiled_input, (x, residual), (*layer.input_weights, eps))
-    second = LayerPart("attention_output", compiled_output, (attended, residual), (*layer.output_weights, eps))
-    return LayerFunctions(between, compiler(first), compiler(second))
+        return _around_collectives(between, first, part("mlp", mlp_part, (x, residual), weights))
+    first = part("attention_input", attention_input, (x, residual), (*layer.input_weights, eps))
+    second = part("attention_output", attention_output, (attended, residual), (*layer.output_weights, eps))
+    return LayerFunctions(between, first, second)
 
 
 def _around_collectives(ops: TorchOps, project: CompiledPart, mlp: CompiledPart) -> LayerFunctions:
@@ -232,82 +223,38 @@ def _around_collectives(ops: TorchOps, project: CompiledPart, mlp: CompiledPart)
 _LIBRARY = torch.library.Library("bullet_graph", "FRAGMENT")
 
 
-def _operator(schema: str, shapes: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Make a function the operator of a schema; ``shapes`` gives empty results, by which Inductor traces it."""
-
-    def define(run: Callable[..., Any]) -> Callable[..., Any]:
-        _LIBRARY.define(schema, tags=torch.Tag.pt2_compliant_tag)
-        name = schema.partition("(")[0]
-        _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
-        torch.library.register_fake(f"bullet_graph::{name}", shapes, lib=_LIBRARY)
-        return run
-
-    return define
+def _define(schema: str, run: Callable[..., Any], shapes: Callable[..., Any]) -> None:
+    """Define an operator; ``shapes`` gives empty results, by which Inductor traces it."""
+    name = schema.partition("(")[0]
+    _LIBRARY.define(schema, tags=torch.Tag.pt2_compliant_tag)
+    _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"bullet_graph::{name}", shapes, lib=_LIBRARY)
 
 
-def _triton_ops() -> type[Any]:
+def _triton_ops() -> TorchOps:
     from bullet_graph.kernels.triton_ops import TritonOps  # noqa: PLC0415 - published for Linux only
 
-    return TritonOps
+    return TritonOps()
 
 
-def _quantized_shapes(x: Tensor, width: int, group: int) -> tuple[Tensor, Tensor]:
-    # Not len(x), which would fix the number of rows.
-    rows = x.shape[0]
-    return x.new_empty(rows, width, dtype=FP8), x.new_empty(rows, -(-width // group), dtype=torch.float32)
-
-
-@_operator(
-    "add_rms_norm(Tensor x, Tensor residual, Tensor weight, float eps) -> (Tensor, Tensor)",
-    lambda x, *_: (torch.empty_like(x), torch.empty_like(x)),
-)
-def _add_rms_norm(*given: Any) -> tuple[Tensor, Tensor]:
-    normed, summed = _triton_ops().add_rms_norm(*given)
-    return normed, summed
-
-
-@_operator(
-    "add_rms_norm_quantized(Tensor x, Tensor residual, Tensor weight, float eps, int group)"
-    " -> (Tensor, Tensor, Tensor)",
-    lambda x, *rest: (*_quantized_shapes(x, x.shape[1], rest[-1]), torch.empty_like(x)),
-)
-def _add_rms_norm_quantized(*given: Any) -> tuple[Tensor, Tensor, Tensor]:
-    (values, scales, _), summed = _triton_ops().add_rms_norm_quantized(*given)
-    return values, scales, summed
-
-
-@_operator(
-    "act_and_mul_quantized(Tensor gate_up, bool gelu, int group) -> (Tensor, Tensor)",
-    lambda gate_up, _, group: _quantized_shapes(gate_up, gate_up.shape[1] // 2, group),
-)
-def _act_and_mul_quantized(*given: Any) -> tuple[Tensor, Tensor]:
-    values, scales, _ = _triton_ops().act_and_mul_quantized(*given)
-    return values, scales
-
-
-@_operator(
-    "linear_fp8(Tensor values, Tensor scales, ScalarType dtype, Tensor weight, Tensor scale, Tensor? bias, int group)"
-    " -> Tensor",
-    lambda values, _, dtype, weight, *__: values.new_empty(values.shape[0], weight.shape[0], dtype=dtype),
-)
-def _linear_fp8(
-    values: Tensor, scales: Tensor, dtype: torch.dtype, weight: Tensor, scale: Tensor, bias: Tensor | None, group: int
-) -> Tensor:
-    result: Tensor = _triton_ops().linear(Quantized(values, scales, dtype), Linear(weight, bias, scale, group))
-    return result
-
-
-@_operator(
-    "experts(Tensor x, Tensor router, Tensor? router_bias, Tensor gate_up, Tensor? gate_up_scale, int? gate_up_group,"
-    " Tensor down, Tensor? down_scale, int? down_group, int top_k, bool renormalize, int first) -> Tensor",
-    lambda x, *_: torch.empty_like(x),
-)
 def _experts(x: Tensor, *given: Any) -> Tensor:
     router, router_bias, gate_up, gate_up_scale, gate_up_group, down, down_scale, down_group, *rest = given
     first, last = Linear(gate_up, None, gate_up_scale, gate_up_group), Linear(down, None, down_scale, down_group)
-    ops = _triton_ops()() if x.is_cuda else TorchOps()
-    out: Tensor = ops.experts(x, Experts(Linear(router, router_bias), first, last, *rest))
-    return out
+    ops = _triton_ops() if x.is_cuda else TorchOps()
+    return ops.experts(x, Experts(Linear(router, router_bias), first, last, *rest))
+
+
+_define(
+    "add_rms_norm(Tensor x, Tensor residual, Tensor weight, float eps) -> (Tensor, Tensor)",
+    lambda *given: _triton_ops().add_rms_norm(*given),
+    lambda x, *_: (torch.empty_like(x), torch.empty_like(x)),
+)
+_define(
+    "experts(Tensor x, Tensor router, Tensor? router_bias, Tensor gate_up, Tensor? gate_up_scale, int? gate_up_group,"
+    " Tensor down, Tensor? down_scale, int? down_group, int top_k, bool renormalize, int first) -> Tensor",
+    _experts,
+    lambda x, *_: torch.empty_like(x),
+)
 
 
 class CompiledOps(TorchOps):
@@ -325,33 +272,11 @@ class CompiledOps(TorchOps):
 class TritonNormOps(CompiledOps):
     """Operations of compiled parts on a GPU, with the Triton kernel of the norm.
 
-    That kernel reads a row once, Inductor's reads it twice (bench/results/h200/decode_step.json). With FP8, Triton's
-    kernels also quantize, and products are chosen by the number of rows, which a compiled part does not know.
+    That kernel reads a row once, Inductor's reads it twice (bench/results/h200/decode_step.json).
     """
 
-    @staticmethod
     def add_rms_norm(
-        x: Tensor, residual: Tensor, weight: Tensor, eps: float, summed: Tensor | None = None
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, summed: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         normed, total = torch.ops.bullet_graph.add_rms_norm(x, residual, weight, eps)
         return normed, total if summed is None else summed.copy_(total)
-
-    @staticmethod
-    def add_rms_norm_quantized(
-        x: Tensor, residual: Tensor, weight: Tensor, eps: float, group: int, summed: Tensor | None = None
-    ) -> tuple[Quantized, Tensor]:
-        values, scales, total = torch.ops.bullet_graph.add_rms_norm_quantized(x, residual, weight, eps, group)
-        return Quantized(values, scales, x.dtype), total if summed is None else summed.copy_(total)
-
-    @staticmethod
-    def act_and_mul_quantized(gate_up: Tensor, gelu: bool, group: int) -> Quantized:
-        values, scales = torch.ops.bullet_graph.act_and_mul_quantized(gate_up, gelu, group)
-        return Quantized(values, scales, gate_up.dtype)
-
-    @staticmethod
-    def linear(x: Tensor | Quantized, linear: Linear, out: Tensor | None = None) -> Tensor:
-        if not isinstance(x, Quantized):
-            return TorchOps.linear(x, linear, out)
-        weight, bias, scale, group = linear
-        result: Tensor = torch.ops.bullet_graph.linear_fp8(*x, weight, scale, bias, group)
-        return result if out is None else out.copy_(result)

@@ -12,6 +12,7 @@ from bullet_graph.graphs.compiled import PartCompiler, TritonNormOps, compile_no
 from bullet_graph.graphs.key import GraphKey, batch_size_buckets, smallest_holding
 from bullet_graph.kernels.communicator import Communicator
 from bullet_graph.kernels.decode_attention import DecodeBatch, PlannedDecode, TritonDecodeAttention, window_indptr
+from bullet_graph.kernels.few_rows import FEW_ROWS
 from bullet_graph.kernels.gpu import Gpu, captured, fitting_blas
 from bullet_graph.kernels.memory import Uploader
 from bullet_graph.kernels.sampler import SamplingState
@@ -63,8 +64,8 @@ class DecodeGraphs:
     With ``shares_prefixes``, larger steps on the whole GPU have a second graph, which reads the first blocks that
     neighbouring rows have in common once. It is replayed where that saves enough.
 
-    Padding rows read and write slot ``max_batch_size``. Steps of two or more rows are compiled; one row has a matrix
-    kernel of its own.
+    Padding rows read and write slot ``max_batch_size``. Launches of steps of few rows, and of all steps in FP8,
+    overlap; the other steps are compiled.
     """
 
     def __init__(
@@ -80,12 +81,11 @@ class DecodeGraphs:
         self._decoder = decoder
         self._compiler = compiler
         self._ops = TritonOps(communicator=communicator)
-        self._one_row = eager_functions(self._ops)
-        self._several_rows: LayerFunctions | None = None
+        gpu = Gpu.of(decoder.cos_sin.device)
+        self._overlapping = eager_functions(TritonOps(communicator=communicator, overlaps=gpu.overlaps_launches))
+        self._compiled: LayerFunctions | None = None
         device = decoder.cos_sin.device
-        self._attention = TritonDecodeAttention(
-            decoder.config, decoder.cache, max_rows=max_batch_size, gpu=Gpu.of(device)
-        )
+        self._attention = TritonDecodeAttention(decoder.config, decoder.cache, max_rows=max_batch_size, gpu=gpu)
         self._state = state
         self._padding_slot = max_batch_size
         self.batch_sizes = batch_size_buckets(max_batch_size)
@@ -157,13 +157,15 @@ class DecodeGraphs:
         return self._logits[:rows]
 
     def _functions_for(self, rows: int) -> LayerFunctions:
-        if rows == 1:
-            return self._one_row
-        if self._several_rows is None:
-            self._several_rows = compiled_functions(
+        config = self._decoder.config
+        # Which were measured; experts in 16 bits were not (bench/LOG.md).
+        if rows == 1 or config.fp8 is not None or (rows <= FEW_ROWS and not config.num_experts):
+            return self._overlapping
+        if self._compiled is None:
+            self._compiled = compiled_functions(
                 self._decoder, self._ops, TritonNormOps(), self.batch_sizes[-1], self._compiler
             )
-        return self._several_rows
+        return self._compiled
 
     def _pad(self, inputs: DecodeInputs, batch_size: int) -> DecodeInputs:
         missing = batch_size - len(inputs.slots)

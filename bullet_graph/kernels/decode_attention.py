@@ -231,17 +231,15 @@ class TritonDecodeAttention:
         )
 
     def _combination(self, rows: int, workers: int) -> Callable[..., None]:
-        config, overlap = self._config, self._overlap_launches
+        config = self._config
         return partial(
-            quick(combine_partials_kernel)[rows, config.num_heads],
+            quick(combine_partials_kernel, self._overlap_launches)[rows, config.num_heads],
             num_rows=rows,
             workers=workers,
             NUM_HEADS=config.num_heads,
             HEAD_DIM=config.head_dim,
             PARTIALS=64 if rows == 1 else 32,
-            PDL=overlap,
             num_warps=4,
-            launch_pdl=overlap,
         )
 
 

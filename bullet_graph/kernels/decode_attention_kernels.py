@@ -14,9 +14,10 @@ its results, with the blocks after them.
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.language.extra.cuda import gdc_launch_dependents
 
 from bullet_graph.kernels.fp8_kernels import fp8_to_half
+from bullet_graph.kernels.triton_kernels import wait_for_earlier
 
 
 @triton.jit
@@ -306,8 +307,7 @@ def combine_partials_kernel(
     first_unit = begin + row + 1
     first = _worker_of(first_unit, total, workers)
     last = _worker_of(first_unit + end - begin - 1, total, workers)
-    if PDL:
-        gdc_wait()
+    wait_for_earlier(PDL)
     if first < last:
         peak = -float("inf")
         mass = 0.0

@@ -1,4 +1,4 @@
-"""Triton kernels that quantize activations to FP8, and products of FP8; launched by ``triton_ops``.
+"""Triton kernels that quantize activations to FP8, and products of FP8 and of few rows.
 
 ``fp8`` computes the same in plain torch. A row's columns form groups, which have a scale each: one group of all
 columns, or groups of 128.
@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from bullet_graph.kernels import fp8
-from bullet_graph.kernels.triton_kernels import act_and_mul, rms_norm
+from bullet_graph.kernels.triton_kernels import act_and_mul, gated, rms_norm, wait_for_earlier
 
 _MAX = tl.constexpr(fp8.FP8_MAX)
 _LEAST_AMAX = tl.constexpr(fp8.LEAST_AMAX)
@@ -51,10 +51,11 @@ def _columns(BLOCK: tl.constexpr, GROUP: tl.constexpr):
 
 
 @triton.jit
-def quantize_kernel(x_ptr, values_ptr, scales_ptr, width, BLOCK: tl.constexpr, GROUP: tl.constexpr):
+def quantize_kernel(x_ptr, values_ptr, scales_ptr, width, BLOCK: tl.constexpr, GROUP: tl.constexpr, PDL: tl.constexpr):
     """One row a program."""
     row = tl.program_id(0).to(tl.int64)
     columns = _columns(BLOCK, GROUP)
+    wait_for_earlier(PDL)
     x = tl.load(x_ptr + row * width + columns, mask=columns < width, other=0.0)
     _store_quantized(x, values_ptr, scales_ptr, row, columns, width, GROUP)
 
@@ -71,12 +72,14 @@ def add_rms_norm_quantize_kernel(
     eps,
     BLOCK: tl.constexpr,
     GROUP: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One row a program, as ``add_rms_norm_kernel``, with the same roundings before the last."""
     row = tl.program_id(0).to(tl.int64)
     columns = _columns(BLOCK, GROUP)
     inside = columns < hidden_size
     weight = tl.load(weight_ptr + columns, mask=inside, other=0.0)
+    wait_for_earlier(PDL)
     x = tl.load(x_ptr + row * hidden_size + columns, mask=inside, other=0.0)
     residual = tl.load(residual_ptr + row * hidden_size + columns, mask=inside, other=0.0)
     summed = (x.to(tl.float32) + residual.to(tl.float32)).to(x.dtype)
@@ -87,19 +90,20 @@ def add_rms_norm_quantize_kernel(
 
 @triton.jit
 def act_and_mul_quantize_kernel(
-    gate_up_ptr, values_ptr, scales_ptr, intermediate_size, GELU: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr
+    x_ptr, out_ptr, scales_ptr, width, GELU: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, PDL: tl.constexpr
 ):
     """One row a program, as ``act_and_mul_kernel``, with the same rounding before the last."""
     row = tl.program_id(0).to(tl.int64)
     columns = _columns(BLOCK, GROUP)
-    inside = columns < intermediate_size
-    out = act_and_mul(gate_up_ptr + row * 2 * intermediate_size, intermediate_size, columns, inside, GELU)
-    _store_quantized(out, values_ptr, scales_ptr, row, columns, intermediate_size, GROUP)
+    inside = columns < width
+    wait_for_earlier(PDL)
+    out = act_and_mul(x_ptr + row * 2 * width, width, columns, inside, GELU)
+    _store_quantized(out, out_ptr, scales_ptr, row, columns, width, GROUP)
 
 
 # The number of rows changes with every chunk: no value of it may be compiled for anew.
 @triton.jit(do_not_specialize=["num_rows"])
-def matmul_fp8_kernel(
+def matmul_kernel(
     x_ptr,
     x_scales_ptr,
     weight_ptr,
@@ -109,47 +113,57 @@ def matmul_fp8_kernel(
     num_rows,
     OUT_FEATURES: tl.constexpr,
     IN_FEATURES: tl.constexpr,
+    GLU: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     GROUP: tl.constexpr,
     CHANNELS: tl.constexpr,
     STAGES: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    """out = x @ weight^T + bias, a tile of BLOCK_M rows and BLOCK_N features a program.
+    """out = x @ weight^T + bias, a tile of BLOCK_M rows and BLOCK_N features a program, in FP8 or 16 bits.
 
     The weights are the left operand: the tensor cores take at least 64 rows there, but as few as 8 columns on the
-    right. GROUP columns of x, and of CHANNELS rows of weights, share a scale; GROUP 0: all columns. A group is a
-    multiple of BLOCK_K columns, CHANNELS one of BLOCK_N or 1.
+    right. With scales, GROUP columns of x, and of CHANNELS rows of weights, share one; GROUP 0: all columns. A group is
+    a multiple of BLOCK_K columns, CHANNELS one of BLOCK_N or 1. With GLU, 1 for SwiGLU and 2 for GeGLU, every other
+    feature is up's, beside gate's of the same column.
     """
     num_tiles_m = tl.cdiv(num_rows, BLOCK_M)
     tile_m, tile_n = tl.program_id(0) % num_tiles_m, tl.program_id(0) // num_tiles_m
     rows = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
-    features = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    columns = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    features = columns // 2 + columns % 2 * (OUT_FEATURES // 2) if GLU > 0 else columns
     lanes = tl.arange(0, BLOCK_K)
     NUM_GROUPS: tl.constexpr = (IN_FEATURES + GROUP - 1) // GROUP if GROUP > 0 else 1
-    # Beyond the last row and feature the first are computed again: loads need no mask.
+    # Beyond the last feature the first are computed again. Rows are not read again: all programs read the same.
+    is_row = (rows < num_rows)[:, None]
     some_rows, some_features = rows % num_rows, features % OUT_FEATURES
     x_at = x_ptr + some_rows.to(tl.int64)[:, None] * IN_FEATURES + lanes[None, :]
     weight_at = weight_ptr + some_features.to(tl.int64)[:, None] * IN_FEATURES + lanes[None, :]
-    x_scales_at = x_scales_ptr + some_rows * NUM_GROUPS
-    scales_at = scale_ptr + some_features // CHANNELS * NUM_GROUPS
     acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    wait_for_earlier(PDL)
     for start in tl.range(0, IN_FEATURES, BLOCK_K, num_stages=STAGES):
         if IN_FEATURES % BLOCK_K == 0:
-            x, weight = tl.load(x_at + start), tl.load(weight_at + start)
+            x, weight = tl.load(x_at + start, is_row, other=0.0), tl.load(weight_at + start)
         else:
             is_inside = (lanes < IN_FEATURES - start)[None, :]
-            x, weight = tl.load(x_at + start, is_inside, other=0.0), tl.load(weight_at + start, is_inside, other=0.0)
+            x = tl.load(x_at + start, is_inside & is_row, other=0.0)
+            weight = tl.load(weight_at + start, is_inside, other=0.0)
         if GROUP > 0:
-            x_scale, scale = tl.load(x_scales_at + start // GROUP), tl.load(scales_at + start // GROUP)
+            x_scale = tl.load(x_scales_ptr + some_rows * NUM_GROUPS + start // GROUP)
+            scale = tl.load(scale_ptr + some_features // CHANNELS * NUM_GROUPS + start // GROUP)
             acc += tl.dot(weight, x.T) * scale[:, None] * x_scale[None, :]
         else:
             acc = tl.dot(weight, x.T, acc)
-    if GROUP == 0:
-        acc *= tl.load(scales_at)[:, None] * tl.load(x_scales_at)[None, :]
+    if GROUP == 0 and scale_ptr is not None:
+        acc *= tl.load(scale_ptr + some_features // CHANNELS)[:, None] * tl.load(x_scales_ptr + some_rows)[None, :]
     if bias_ptr is not None:
         acc += tl.load(bias_ptr + some_features).to(tl.float32)[:, None]
-    at = out_ptr + rows.to(tl.int64)[None, :] * OUT_FEATURES + features[:, None]
-    is_inside = (rows < num_rows)[None, :] & (features < OUT_FEATURES)[:, None]
-    tl.store(at, acc.to(out_ptr.dtype.element_ty), is_inside)
+    WIDTH: tl.constexpr = OUT_FEATURES // 2 if GLU > 0 else OUT_FEATURES
+    if GLU > 0:
+        gate, up = tl.split(tl.permute(tl.reshape(acc, (BLOCK_N // 2, 2, BLOCK_M)), (0, 2, 1)))
+        acc = gated(gate, up, GLU == 2)
+        columns = tile_n * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
+    at = out_ptr + rows.to(tl.int64)[None, :] * WIDTH + columns[:, None]
+    tl.store(at, acc.to(out_ptr.dtype.element_ty), (rows < num_rows)[None, :] & (columns < WIDTH)[:, None])

@@ -19,10 +19,14 @@ class Launcher:
 
     Triton is asked at the first launch with these constants, options, and kinds of arguments: dtype and alignment of
     tensors, what Triton compiles numbers by. Arguments are in the signature's order; those by name are its last.
+
+    With ``overlaps``, a launch starts while the one before runs (programmatic dependent launch); its kernel must call
+    ``triton_kernels.wait_for_earlier`` before it reads what others write, and before it writes. None: it cannot.
     """
 
-    def __init__(self, kernel: Any) -> None:
+    def __init__(self, kernel: Any, overlaps: bool | None = None) -> None:
         self._kernel, self._names = kernel, tuple(kernel.arg_names)
+        self._options = {} if overlaps is None else {"PDL": overlaps, "launch_pdl": overlaps}
         self._compiled: dict[tuple[object, ...], Any] = {}
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
@@ -33,6 +37,7 @@ class Launcher:
             (x.dtype, x.get_device(), x.data_ptr() % _ALIGNMENT == 0) if isinstance(x, Tensor) else _kind(x)
             for x in arguments
         ]
+        named |= self._options
         key = (*kinds, *named.items())
         if (compiled := self._compiled.get(key)) is None:
             self._compiled[key] = self._kernel[grid](*arguments, **named)  # None in Triton's interpreter
@@ -50,4 +55,4 @@ def _kind(value: Any) -> object:
 
 
 quick = cache(Launcher)
-"""The one launcher of a kernel."""
+"""The one launcher of a kernel, or of one that ``overlaps``, and of one that could."""

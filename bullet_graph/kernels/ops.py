@@ -86,9 +86,8 @@ class TorchOps:
         """Add up all ranks' tensors, in place."""
         return x if self.communicator is None or not x.numel() else self.communicator.all_reduce(x)
 
-    @staticmethod
     def add_rms_norm(
-        x: Tensor, residual: Tensor, weight: Tensor, eps: float, summed: Tensor | None = None
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, summed: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """Add the residual, then norm; returns (normed, x + residual), all [rows, hidden_size] and in x's dtype.
 
@@ -97,16 +96,14 @@ class TorchOps:
         summed = torch.add(x, residual, out=summed) if summed is not None else x + residual
         return _rms_norm(summed, weight, eps), summed
 
-    @staticmethod
     def add_rms_norm_quantized(
-        x: Tensor, residual: Tensor, weight: Tensor, eps: float, group: int, summed: Tensor | None = None
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, group: int, summed: Tensor | None = None
     ) -> tuple[Quantized, Tensor]:
         """As :meth:`add_rms_norm`; then quantize the normed rows, ``group`` columns with one scale."""
-        normed, summed = TorchOps.add_rms_norm(x, residual, weight, eps, summed)
+        normed, summed = self.add_rms_norm(x, residual, weight, eps, summed)
         return quantize(normed, group), summed
 
-    @staticmethod
-    def quantize(x: Tensor, group: int) -> Quantized:
+    def quantize(self, x: Tensor, group: int) -> Quantized:
         """See :func:`bullet_graph.kernels.fp8.quantize`."""
         return quantize(x, group)
 
@@ -115,8 +112,7 @@ class TorchOps:
         """How many columns of a row share a scale when it is quantized for a projection; None: it is not."""
         return linear.group
 
-    @staticmethod
-    def linear(x: Tensor | Quantized, linear: Linear, out: Tensor | None = None) -> Tensor:
+    def linear(self, x: Tensor | Quantized, linear: Linear, out: Tensor | None = None) -> Tensor:
         """Project rows [rows, in_features], see :meth:`group_for`, into ``out`` [rows, out_features] or new memory."""
         weight, bias, scale, _ = linear
         if scale is not None:
@@ -153,10 +149,9 @@ class TorchOps:
             return torch.nn.functional.gelu(gate, approximate="tanh") * up
         return torch.nn.functional.silu(gate) * up
 
-    @staticmethod
-    def act_and_mul_quantized(gate_up: Tensor, gelu: bool, group: int) -> Quantized:
+    def act_and_mul_quantized(self, gate_up: Tensor, gelu: bool, group: int) -> Quantized:
         """As :meth:`act_and_mul`; then quantize, ``group`` columns with one scale."""
-        return quantize(TorchOps.act_and_mul(gate_up, gelu), group)
+        return quantize(self.act_and_mul(gate_up, gelu), group)
 
     def glu(
         self, x: Tensor | Quantized, gate_up: Linear, gelu: bool = False, group: int | None = None
@@ -180,7 +175,7 @@ class TorchOps:
         outputs, reference = x.new_zeros(*chosen.shape, x.shape[1]), TorchOps()
         chosen = chosen - experts.first
         group = experts.gate_up.group
-        rows = x if group is None else TorchOps.quantize(x, group)
+        rows = x if group is None else reference.quantize(x, group)
         for expert in set(chosen.unique().tolist()) & set(range(len(experts.down.weight))):
             at = torch.where(chosen == expert)
             own = rows[at[0]] if isinstance(rows, Tensor) else rows.rows(at[0])
@@ -188,9 +183,8 @@ class TorchOps:
             outputs[at] = reference.linear(activated, experts.down.of_expert(expert))
         return (outputs.float() * weights[..., None]).sum(1).to(x.dtype)
 
-    @staticmethod
     def rope_and_cache(
-        qkv: Tensor, inputs: RowInputs, cache: KeysValues, norms: HeadNorms | None, out: Tensor | None = None
+        self, qkv: Tensor, inputs: RowInputs, cache: KeysValues, norms: HeadNorms | None, out: Tensor | None = None
     ) -> Tensor:
         """Norm and rotate queries and keys, and write keys and values into the cache.
 

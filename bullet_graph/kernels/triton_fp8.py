@@ -33,26 +33,26 @@ def new_quantized(like: Tensor, rows: int, width: int, group: int) -> tuple[Quan
     }
 
 
-def quantize(x: Tensor, group: int) -> Quantized:
+def quantize(x: Tensor, group: int, overlaps: bool = False) -> Quantized:
     """See :func:`bullet_graph.kernels.fp8.quantize`."""
     rows, width = x.shape
     out, sizes = new_quantized(x, rows, width, group)
     if rows:
-        quick(fp8_kernels.quantize_kernel)[(rows,)](x, out.values, out.scales, width, **sizes)
+        quick(fp8_kernels.quantize_kernel, overlaps)[(rows,)](x, out.values, out.scales, width, **sizes)
     return out
 
 
-def linear_fp8(x: Quantized, linear: Linear, out: Tensor | None) -> Tensor:
+def linear_fp8(x: Quantized, linear: Linear, out: Tensor | None, overlaps: bool = False) -> Tensor:
     """The product for this number of rows and these scales."""
     assert linear.scale is not None
     rows, out_features = len(x.values), len(linear.weight)
     is_small = rows <= _MOST_OWN_ROWS and rows * out_features < _OWN_OUTPUTS
     # torch's kernels for blocks want scales in other orders.
     is_own = is_small or len(linear.scale) != out_features
-    return matmul_fp8(x, linear, out) if is_own else TorchOps.linear(x, linear, out)
+    return matmul_fp8(x, linear, out, overlaps) if is_own else TorchOps().linear(x, linear, out)
 
 
-def matmul_fp8(x: Quantized, linear: Linear, out: Tensor | None = None) -> Tensor:
+def matmul_fp8(x: Quantized, linear: Linear, out: Tensor | None = None, overlaps: bool = False) -> Tensor:
     """As :func:`bullet_graph.kernels.fp8.linear_fp8`, by a Triton kernel."""
     weight, bias, scale, _ = linear
     assert scale is not None
@@ -68,10 +68,11 @@ def matmul_fp8(x: Quantized, linear: Linear, out: Tensor | None = None) -> Tenso
         # Few programs: each has more of the weights on their way.
         block_n, block_k, stages, num_warps = 64, 256 if is_row_wise else 128, 6 if block_m < 128 else 4, 4
     if tiles := triton.cdiv(rows, block_m) * triton.cdiv(out_features, block_n):
-        quick(fp8_kernels.matmul_fp8_kernel)[(tiles,)](
+        quick(fp8_kernels.matmul_kernel, overlaps)[(tiles,)](
             *(x.values, x.scales, weight, scale, bias, out, rows),
             OUT_FEATURES=out_features,
             IN_FEATURES=in_features,
+            GLU=0,
             BLOCK_M=block_m,
             BLOCK_N=block_n,
             BLOCK_K=block_k,

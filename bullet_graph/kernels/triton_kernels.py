@@ -5,6 +5,7 @@
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from bullet_graph.kernels import fp8, sampler
 from bullet_graph.sampling_params import MAX_BAD_WORDS, MAX_MASKED_TOKEN_IDS
@@ -26,12 +27,23 @@ _TABLE_COLUMNS = tl.constexpr(sampler.TABLE_COLUMNS)
 
 
 @triton.jit
-def add_rms_norm_kernel(x_ptr, residual_ptr, weight_ptr, normed_ptr, summed_ptr, hidden_size, eps, BLOCK: tl.constexpr):
+def wait_for_earlier(PDL: tl.constexpr):
+    """Let the next launch start, then wait for the end of those before; see ``launch.Launcher``."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+
+
+@triton.jit
+def add_rms_norm_kernel(
+    x_ptr, residual_ptr, weight_ptr, normed_ptr, summed_ptr, hidden_size, eps, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
     """One row a program: summed = x + residual; normed = rms_norm(summed) * weight."""
     row = tl.program_id(0).to(tl.int64) * hidden_size
     columns = tl.arange(0, BLOCK)
     inside = columns < hidden_size
     weight = tl.load(weight_ptr + columns, mask=inside, other=0.0)
+    wait_for_earlier(PDL)
     x = tl.load(x_ptr + row + columns, mask=inside, other=0.0)
     residual = tl.load(residual_ptr + row + columns, mask=inside, other=0.0)
     # The sum is rounded before the norm: the next layer adds to the rounded sum.
@@ -106,6 +118,7 @@ def rope_and_cache_kernel(
     NUM_KV_HEADS: tl.constexpr,
     HALF: tl.constexpr,
     HEADS_BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """A block of heads of one row a program: norm and rotate q and k, write k and v into the cache, and k back.
 
@@ -122,6 +135,7 @@ def rope_and_cache_kernel(
     cos = tl.load(table)[None, :]
     sin = tl.load(table + HALF)[None, :]
     cache_row = tl.load(kv_slots_ptr + row).to(tl.int64) * NUM_KV_HEADS * 2 * HALF
+    wait_for_earlier(PDL)
     raw_low = tl.load(qkv_ptr + at, mask=inside, other=0.0)
     raw_high = tl.load(qkv_ptr + at + HALF, mask=inside, other=0.0)
     low, high = raw_low.to(tl.float32), raw_high.to(tl.float32)

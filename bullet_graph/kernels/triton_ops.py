@@ -9,8 +9,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from bullet_graph.kernels import fp8_kernels, triton_fp8, triton_kernels
 from bullet_graph.kernels.communicator import Communicator
+from bullet_graph.kernels.few_rows import are_few, few_rows
 from bullet_graph.kernels.fp8 import Quantized
-from bullet_graph.kernels.gemv import gemv, is_row
 from bullet_graph.kernels.gpu import Gpu
 from bullet_graph.kernels.launch import quick
 from bullet_graph.kernels.ops import Experts, HeadNorms, KeysValues, Linear, RowInputs, TorchOps
@@ -46,39 +46,43 @@ class TritonOps(TorchOps):
     """Triton's kernels; all tensors contiguous, on one device.
 
     ``gpu`` is for streams that have all of its SMs; without it, no kernel runs whose grid is laid out for all SMs.
+    ``overlaps``: most launches but attention's start while the one before runs, see
+    :class:`~bullet_graph.kernels.launch.Launcher`.
     """
 
-    def __init__(self, gpu: Gpu | None = None, communicator: Communicator | None = None) -> None:
+    def __init__(
+        self, gpu: Gpu | None = None, communicator: Communicator | None = None, *, overlaps: bool = False
+    ) -> None:
         super().__init__(communicator)
+        self._overlaps = overlaps
         self._fused_swiglu_sms = gpu.num_sms if gpu is not None and gpu.is_hopper else 0
 
-    @staticmethod
     def add_rms_norm(
-        x: Tensor, residual: Tensor, weight: Tensor, eps: float, summed: Tensor | None = None
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, summed: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         rows, hidden_size = x.shape
         normed = torch.empty_like(x)
         summed = torch.empty_like(x) if summed is None else summed
         if rows:
-            quick(triton_kernels.add_rms_norm_kernel)[(rows,)](
+            quick(triton_kernels.add_rms_norm_kernel, self._overlaps)[(rows,)](
                 x, residual, weight, normed, summed, hidden_size, eps, **_row_layout(hidden_size)
             )
         return normed, summed
 
-    @staticmethod
     def add_rms_norm_quantized(
-        x: Tensor, residual: Tensor, weight: Tensor, eps: float, group: int, summed: Tensor | None = None
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, group: int, summed: Tensor | None = None
     ) -> tuple[Quantized, Tensor]:
         rows, hidden_size = x.shape
         out, sizes = new_quantized(x, rows, hidden_size, group)
         summed = torch.empty_like(x) if summed is None else summed
         if rows:
-            quick(fp8_kernels.add_rms_norm_quantize_kernel)[(rows,)](
+            quick(fp8_kernels.add_rms_norm_quantize_kernel, self._overlaps)[(rows,)](
                 x, residual, weight, out.values, out.scales, summed, hidden_size, eps, **sizes
             )
         return out, summed
 
-    quantize = staticmethod(triton_fp8.quantize)
+    def quantize(self, x: Tensor, group: int) -> Quantized:
+        return triton_fp8.quantize(x, group, self._overlaps)
 
     @staticmethod
     def rms_norm_(x: Tensor, weight: Tensor, eps: float) -> None:
@@ -86,15 +90,16 @@ class TritonOps(TorchOps):
         if rows:
             quick(triton_kernels.rms_norm_kernel)[(rows,)](x, weight, width, x.stride(0), eps, **_row_layout(width))
 
-    @staticmethod
-    def linear(x: Tensor | Quantized, linear: Linear, out: Tensor | None = None) -> Tensor:
+    def linear(self, x: Tensor | Quantized, linear: Linear, out: Tensor | None = None) -> Tensor:
         if isinstance(x, Quantized):
-            return linear_fp8(x, linear, out)
-        return gemv(x, linear, out) if is_row(x, linear) else TorchOps.linear(x, linear, out)
+            return linear_fp8(x, linear, out, self._overlaps)
+        if are_few(x, linear):
+            return few_rows(x, linear, out, overlaps=self._overlaps)
+        return super().linear(x, linear, out)
 
     @staticmethod
     def group_for(linear: Linear, _x: Tensor | Quantized) -> int | None:
-        return None if is_row(_x, linear) else linear.group
+        return None if are_few(_x, linear) else linear.group
 
     @staticmethod
     def act_and_mul(gate_up: Tensor, gelu: bool = False) -> Tensor:
@@ -106,12 +111,11 @@ class TritonOps(TorchOps):
         )
         return out
 
-    @staticmethod
-    def act_and_mul_quantized(gate_up: Tensor, gelu: bool, group: int) -> Quantized:
+    def act_and_mul_quantized(self, gate_up: Tensor, gelu: bool, group: int) -> Quantized:
         rows, intermediate_size = gate_up.shape[0], gate_up.shape[1] // 2
         out, sizes = new_quantized(gate_up, rows, intermediate_size, group)
         if rows:
-            quick(fp8_kernels.act_and_mul_quantize_kernel)[(rows,)](
+            quick(fp8_kernels.act_and_mul_quantize_kernel, self._overlaps)[(rows,)](
                 gate_up, out.values, out.scales, intermediate_size, GELU=gelu, **sizes
             )
         return out
@@ -119,9 +123,9 @@ class TritonOps(TorchOps):
     def glu(
         self, x: Tensor | Quantized, gate_up: Linear, gelu: bool = False, group: int | None = None
     ) -> Tensor | Quantized:
-        # One row, and many rows on Hopper, take one launch, which rounds once.
-        if group is None and is_row(x, gate_up):
-            return gemv(x, gate_up, glu=True, gelu=gelu)
+        # Few rows, and many rows on Hopper, take one launch, which rounds once.
+        if group is None and are_few(x, gate_up):
+            return few_rows(x, gate_up, glu=2 if gelu else 1, overlaps=self._overlaps)
         fused = self._fused_swiglu_sms and len(x) >= FUSED_SWIGLU_MIN_ROWS and not gelu
         if fused and group is None and isinstance(x, Tensor) and can_fuse(x, gate_up.weight):
             return swiglu_matmul(x, gate_up.weight, num_sms=self._fused_swiglu_sms)
@@ -130,15 +134,14 @@ class TritonOps(TorchOps):
     def experts(self, x: Tensor, experts: Experts) -> Tensor:
         return experts_output(x, self.linear(x, experts.router), experts)
 
-    @staticmethod
     def rope_and_cache(
-        qkv: Tensor, inputs: RowInputs, cache: KeysValues, norms: HeadNorms | None, out: Tensor | None = None
+        self, qkv: Tensor, inputs: RowInputs, cache: KeysValues, norms: HeadNorms | None, out: Tensor | None = None
     ) -> Tensor:
         num_kv_heads, head_dim = cache[0].shape[2:]
         rows, heads = len(qkv), qkv.shape[1] // head_dim
         num_heads = heads - 2 * num_kv_heads
         q = qkv.new_empty(rows, num_heads, head_dim) if out is None else out
-        quick(triton_kernels.rope_and_cache_kernel)[(rows, triton.cdiv(heads, _HEADS_BLOCK))](
+        quick(triton_kernels.rope_and_cache_kernel, self._overlaps)[(rows, triton.cdiv(heads, _HEADS_BLOCK))](
             *(qkv, inputs.positions, inputs.kv_slots, inputs.cos_sin),
             *((None, None) if norms is None else (norms.q, norms.k)),
             *(q, *cache, 0.0 if norms is None else norms.eps),

@@ -50,7 +50,7 @@ STEP = [
     Kernel("triton_poi_fused_mul_silu_1", 33, 34),
     Kernel("void cutlass::Kernel2<cutlass_80_wmma_tensorop_bf16>", 34, 36),
     Kernel("add_rms_norm_kernel", 37, 39),
-    Kernel("gemv_kernel", 40, 45),
+    Kernel("one_row_kernel", 40, 45),
     Kernel("sample_kernel", 46, 48),
 ]
 
@@ -119,7 +119,7 @@ def test_average_forward(pairs: list[tuple[int, int]], rows: int) -> None:
 def test_kernels_by_name() -> None:
     groups = "other norms products rope attention attention products swiglu products norms products sampling"
     assert [group_of(kernel.name) for kernel in STEP] == groups.split()
-    fp8 = {"add_rms_norm_quantize_kernel": "norms", "matmul_fp8_kernel": "products"}
+    fp8 = {"add_rms_norm_quantize_kernel": "norms", "matmul_kernel": "products"}
     of_experts = {"route_kernel": "experts", "combine_kernel": "experts", "combine_partials_kernel": "attention"}
     assert {name: group_of(name) for name in fp8 | of_experts} == fp8 | of_experts
 
@@ -134,7 +134,7 @@ def test_times_add_up_to_the_span() -> None:
 
 def test_steps_end_with_sampling() -> None:
     later = [Kernel(kernel.name, kernel.start + 100, kernel.end + 100) for kernel in STEP]
-    unfinished = [Kernel("gemv_kernel", 300, 301)]
+    unfinished = [Kernel("one_row_kernel", 300, 301)]
     assert split_steps([*unfinished, *later, *STEP]) == [STEP, later]
     assert split_steps(unfinished) == []
 

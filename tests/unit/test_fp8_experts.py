@@ -79,7 +79,7 @@ def test_kernels_equal_the_reference(first: bool | None, last: bool | None, hidd
     # What is rounded are rows and what goes into the second product.
     assert 1e-3 < error(expected, TorchOps().experts(x, dequantized(experts))) < 0.06
     tiling = {"BLOCK_M": 16, "BLOCK_N": 32, "BLOCK_K": 64, "GROUP_M": 2, "STAGES": 2, "num_warps": 4}
-    small = experts_output(x, TorchOps.linear(x, router), experts, tilings=((float("inf"), tiling, tiling),))
+    small = experts_output(x, TorchOps().linear(x, router), experts, tilings=((float("inf"), tiling, tiling),))
     # A number on the border may be rounded to either neighbour.
     assert error(small, expected) < 4e-3
     assert error(TritonOps().experts(x, experts), expected) < 4e-3

@@ -82,7 +82,7 @@ def test_the_reference_product_is_that_of_the_rounded_operands(
     found = linear_fp8(x, linear.weight, linear.scale, linear.bias)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
     out = torch.empty_like(found)
-    assert TorchOps.linear(x, linear, out) is out
+    assert TorchOps().linear(x, linear, out) is out
     assert torch.equal(out, found)
 
 
@@ -125,8 +125,8 @@ def test_triton_quantizes_as_the_reference(rows: int, width: int, group: int, dt
 def test_triton_product(rows: int, out_features: int, in_features: int, bias: bool, blocks: bool) -> None:
     linear = quantized_linear(out_features, in_features, blocks=blocks, bias=bias)
     x = quantize(normal(rows, in_features), linear.group or 0)
-    expected = TorchOps.linear(x, linear)
-    for product in (TritonOps.linear, matmul_fp8):
+    expected = TorchOps().linear(x, linear)
+    for product in (TritonOps().linear, matmul_fp8):
         torch.testing.assert_close(product(x, linear), expected, rtol=1e-4, atol=1e-3)
         out = torch.full_like(expected, torch.nan)
         assert product(x, linear, out) is out
@@ -141,8 +141,8 @@ def test_one_row_is_projected_unquantized(out_features: int, in_features: int, b
     assert (TritonOps.group_for(linear, x), TorchOps.group_for(linear, x)) == (None, linear.group)
     assert TritonOps.group_for(linear, normal(2, in_features)) == linear.group
     assert TritonOps.group_for(quantized_linear(8, 100, blocks=blocks), normal(1, 100)) == (128 if blocks else 100)
-    expected = TorchOps.linear(x, Linear(dequantize_weight(linear.weight, linear.scale), linear.bias))
-    torch.testing.assert_close(TritonOps.linear(x, linear), expected, rtol=1e-4, atol=1e-3)
+    expected = TorchOps().linear(x, Linear(dequantize_weight(linear.weight, linear.scale), linear.bias))
+    torch.testing.assert_close(TritonOps().linear(x, linear), expected, rtol=1e-4, atol=1e-3)
 
 
 @pytest.mark.parametrize("rows", [2, 100])
@@ -150,4 +150,4 @@ def test_triton_product_with_many_features(rows: int, monkeypatch: pytest.Monkey
     monkeypatch.setattr(triton_fp8, "_WIDE", 128)
     linear = quantized_linear(150, 128, blocks=False)
     x = quantize(normal(rows, 128), 128)
-    torch.testing.assert_close(matmul_fp8(x, linear), TorchOps.linear(x, linear), rtol=1e-4, atol=1e-3)
+    torch.testing.assert_close(matmul_fp8(x, linear), TorchOps().linear(x, linear), rtol=1e-4, atol=1e-3)

@@ -71,7 +71,7 @@ def test_kinds_of_rows_make_the_whole(chunks: list[tuple[int, int, bool]], decod
         torch.from_numpy(rows.kv_slots).long(),
         torch.randn(32, CONFIG.head_dim, generator=generator),
     )
-    q = TorchOps.rope_and_cache(qkv, inputs, cache.layer(LAYER), None)
+    q = TorchOps().rope_and_cache(qkv, inputs, cache.layer(LAYER), None)
     layer_rows = LayerRows.of(q, qkv)
 
     n, c = rows.num_prefill, rows.num_continued

@@ -88,6 +88,14 @@ def test_numbers_by_name_come_in_the_signature_s_order() -> None:
     assert (grid, arguments[2:]) == ((7, 2, 1), (3, 128, 64))
 
 
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_a_kernel_that_can_overlap_is_told_whether_it_does(overlaps: bool) -> None:
+    kernel = Kernel()
+    assert quick(kernel, overlaps) is not quick(kernel, not overlaps)
+    launch(quick(kernel, overlaps), at(0), at(16))
+    assert kernel.launches[0][2] == {**CONSTANTS, "num_warps": 4, "PDL": overlaps, "launch_pdl": overlaps}
+
+
 TENSORS = ({"x": at(4)}, {"out": at(8)}, {"x": at(0).view(torch.int8)})
 NUMBERS = (*({"rows": rows} for rows in (1, 48, 2**31 + 1, True, None)), {"BLOCK": 32}, {"num_warps": 8})
 
@@ -151,19 +159,11 @@ class Launcher:
         told = [a.data_ptr() if isinstance(a, Tensor) else a for a in arguments]
         launches.append([self.name, [x, y, z], stream, function, told])
 
-driver.set_active(
-    SimpleNamespace(
-        launcher_cls=Launcher,
-        utils=SimpleNamespace(
-            load_binary=lambda *_: (1, 2, 32, 0, 1024),
-            get_device_properties=lambda _: {"max_shared_mem": 1 << 18},
-            unload_module=lambda _: None,
-        ),
-        get_current_device=lambda: 0,
-        get_current_stream=lambda _: 77,
-        get_current_target=lambda: GPUTarget("cuda", 90, 32),
-    )
-)
+utils = SimpleNamespace(load_binary=lambda *_: (1, 2, 32, 0, 1024), unload_module=lambda _: None,
+                        get_device_properties=lambda _: {"max_shared_mem": 1 << 18})
+driver.set_active(SimpleNamespace(
+    launcher_cls=Launcher, utils=utils, get_current_device=lambda: 0, get_current_stream=lambda _: 77,
+    get_current_target=lambda: GPUTarget("cuda", 90, 32)))
 config = PRESETS["qwen3-0.6b"]
 cache = KVCache(config, num_blocks=4, block_tokens=16, dtype=torch.bfloat16, device=torch.device("cpu"))
 lane = TritonDecodeAttention(config, cache, max_rows=64, gpu=Gpu(132, (9, 0)))

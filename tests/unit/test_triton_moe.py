@@ -92,14 +92,14 @@ def test_any_routing(routing: tuple[torch.Tensor, int], block_m: int, renormaliz
 @pytest.mark.parametrize("rows", [1, 5, 37])
 def test_both_operations_agree_with_arithmetic(rows: int, top_k: int) -> None:
     x, experts = rows_of(rows), layer(6, top_k, renormalize=top_k == 3)
-    expected = expected_output(x, TorchOps.linear(x, experts.router), experts)
+    expected = expected_output(x, TorchOps().linear(x, experts.router), experts)
     assert_close(TorchOps().experts(x, experts), expected)
     assert_close(TritonOps().experts(x, experts), expected)
 
 
 def test_experts_that_ranks_divide_add_up() -> None:
     x, experts = rows_of(20), layer(6, 3)
-    logits, tiling = TorchOps.linear(x, experts.router), ((float("inf"), small(16), small(16)),)
+    logits, tiling = TorchOps().linear(x, experts.router), ((float("inf"), small(16), small(16)),)
     total = torch.zeros(x.shape, dtype=torch.float64, device=DEVICE)
     for first, count in ((0, 2), (2, 3), (5, 1)):
         gate_up, down = (Linear(one.weight[first : first + count]) for one in (experts.gate_up, experts.down))
@@ -114,7 +114,7 @@ def test_counts_of_many_programs_and_many_blocks(monkeypatch: pytest.MonkeyPatch
     """Three programs of 16 rows, whose counts are read one by one, and more blocks than a program describes at once."""
     monkeypatch.setattr(triton_moe, "_COUNTS", 1)
     x, experts = rows_of(40), layer(20, 2)
-    logits = TorchOps.linear(x, experts.router)
+    logits = TorchOps().linear(x, experts.router)
     assert_close(
         experts_output(x, logits, experts, tilings=((float("inf"), small(16), small(16)),)),
         expected_output(x, logits, experts),
@@ -123,7 +123,7 @@ def test_counts_of_many_programs_and_many_blocks(monkeypatch: pytest.MonkeyPatch
 
 def test_a_row_s_result_depends_on_no_other_row() -> None:
     x, experts, tiling = rows_of(20), layer(5, 2), ((float("inf"), small(16), small(16)),)
-    logits = TorchOps.linear(x, experts.router)
+    logits = TorchOps().linear(x, experts.router)
     whole = experts_output(x, logits, experts, tilings=tiling)
     for some in (slice(3, 4), slice(2, 19)):
         assert_same(experts_output(x[some], logits[some], experts, tilings=tiling), whole[some])

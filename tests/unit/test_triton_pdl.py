@@ -1,5 +1,5 @@
-"""Decode attention compiled for Hopper without a GPU: its second kernel, which starts while the first runs, waits in
-time; and where there is one kernel, its programs tell each other in the right order.
+"""Kernels compiled for Hopper without a GPU: those whose launches overlap wait in time, and where decode attention is
+one kernel, its programs tell each other in the right order.
 """
 
 import re
@@ -16,32 +16,44 @@ import json, sys
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from bullet_graph.kernels.decode_attention_kernels import combine_partials_kernel, decode_attention_kernel
+from bullet_graph.kernels import decode_attention_kernels, few_rows, fp8_kernels, triton_kernels
 
-I32, F32 = "*i32", "*fp32"
-SHARED = dict(kv_indptr_ptr=I32, block_indptr_ptr=I32, kv_indices_ptr=I32, last_block_tokens_ptr=I32,
-              members_ptr=I32, prefix_ptr=F32, prefix_lse_ptr=F32,
-              partial_ptr=F32, partial_lse_ptr=F32, arrived_ptr=I32,
-              num_rows="i32", scale_log2="fp32", workers="i32", NUM_HEADS=32, HEAD_DIM=128)
-KERNELS = {
-    decode_attention_kernel: dict(
-        NUM_KV_HEADS=8, BLOCK_TOKENS=16, KV_HEADS=4, Q_BLOCK=16, TILE=64, ROWS_BLOCK=64, STAGES=3, WINDOW=0,
-        MEMBERS=1, LEAST_UNITS=16, CONTINUE=False, COMBINE=False),
-    combine_partials_kernel: dict(PARTIALS=32),
+I32, F32, FP8 = "*i32", "*fp32", "*fp8e4nv"
+SIZES = dict(OUT_FEATURES=6144, IN_FEATURES=4096, GLU=0)
+GIVEN = dict(  # what no kernel names is left out
+    kv_indptr_ptr=I32, block_indptr_ptr=I32, kv_indices_ptr=I32, last_block_tokens_ptr=I32, members_ptr=I32,
+    prefix_ptr=F32, prefix_lse_ptr=F32, partial_ptr=F32, partial_lse_ptr=F32, arrived_ptr=I32, positions_ptr=I32,
+    kv_slots_ptr=I32, cos_sin_ptr=F32, num_rows="i32", scale_log2="fp32", workers="i32", width="i32", hidden_size="i32",
+    eps="fp32", scale_ptr=F32, x_scales_ptr=F32, scales_ptr=F32, bias_ptr=None, q_norm_ptr=None, k_norm_ptr=None,
+    NUM_HEADS=32, NUM_KV_HEADS=8, HEAD_DIM=128, HALF=64, HEADS_BLOCK=16, BLOCK_TOKENS=16, KV_HEADS=4, Q_BLOCK=16,
+    TILE=64, ROWS_BLOCK=64, STAGES=3, WINDOW=0, MEMBERS=1, LEAST_UNITS=16, CONTINUE=False, COMBINE=False, PARTIALS=32,
+    GELU=False, GROUP=4096, BLOCK=4096, PDL=True)
+ROW = SIZES | dict(weight_ptr=FP8, BLOCK=2048, FEATURES=2, CHANNELS=1)
+ROWS = SIZES | dict(BLOCK_M=16, BLOCK_N=64, BLOCK_K=256, GROUP=0, CHANNELS=1)
+QUANTIZED = dict(values_ptr=FP8, out_ptr=FP8)
+ATTENTION = decode_attention_kernels.decode_attention_kernel
+COMBINATION = decode_attention_kernels.combine_partials_kernel
+CASES = {
+    **{f"{k.__name__} {pdl}": (k, dict(PDL=pdl)) for k in (ATTENTION, COMBINATION) for pdl in (False, True)},
+    "decode_attention_kernel alone": (ATTENTION, dict(PDL=False, COMBINE=True)),
+    "decode_attention_kernel groups": (ATTENTION, dict(PDL=False, COMBINE=True, MEMBERS=4, Q_BLOCK=64)),
+    "decode_attention_kernel goes on": (ATTENTION, dict(PDL=False, CONTINUE=True)),
+    "one row": (few_rows.one_row_kernel, ROW),
+    "rows in FP8": (fp8_kernels.matmul_kernel, ROWS | dict(x_ptr=FP8, weight_ptr=FP8)),
+    "few rows": (fp8_kernels.matmul_kernel, ROWS | dict(BLOCK_M=8, BLOCK_N=32, scale_ptr=None, x_scales_ptr=None)),
+    "norm": (triton_kernels.add_rms_norm_kernel, {}),
+    "rotation": (triton_kernels.rope_and_cache_kernel, {}),
+    "quantizing norm": (fp8_kernels.add_rms_norm_quantize_kernel, QUANTIZED),
+    "quantizing SwiGLU": (fp8_kernels.act_and_mul_quantize_kernel, QUANTIZED),
+    "quantizing": (fp8_kernels.quantize_kernel, QUANTIZED),
 }
-WAYS = {"False": dict(PDL=False), "True": dict(PDL=True), "alone": dict(PDL=False, COMBINE=True),
-        "groups": dict(PDL=False, COMBINE=True, MEMBERS=4, Q_BLOCK=64), "goes on": dict(PDL=False, CONTINUE=True)}
 found = {}
-for kernel, given in KERNELS.items():
-    for way, more in WAYS.items():
-        if way not in ("False", "True") and kernel is combine_partials_kernel:
-            continue
-        chosen = SHARED | given | more
-        types = {n: chosen.get(n, "*bf16") for n in kernel.arg_names}
-        constants = {n: v for n, v in types.items() if not isinstance(v, str)}
-        signature = {n: "constexpr" if n in constants else t for n, t in types.items()}
-        source = ASTSource(kernel, signature, {(kernel.arg_names.index(n),): v for n, v in constants.items()})
-        found[f"{kernel.__name__} {way}"] = triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"]
+for name, (kernel, chosen) in CASES.items():
+    types = {n: (GIVEN | chosen).get(n, "*bf16") for n in kernel.arg_names}
+    constants = {n: v for n, v in types.items() if not isinstance(v, str)}
+    signature = {n: "constexpr" if n in constants else t for n, t in types.items()}
+    source = ASTSource(kernel, signature, {(kernel.arg_names.index(n),): v for n, v in constants.items()})
+    found[name] = triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"]
 json.dump(found, sys.stdout)
 """
 
@@ -68,6 +80,21 @@ def test_the_second_waits_before_it_reads_partial_results_or_writes(ptx: dict[st
     assert "ld.global" in after
     # Nor does a program leave before, or wait only sometimes.
     assert not re.search(r"\bret;|\bbra\b", before)
+
+
+@pytest.mark.parametrize(
+    ("name", "num_loads"),  # before the wait: of a norm's weights; of place, slot, cosines and sines
+    [
+        *(("norm", 32), ("quantizing norm", 32), ("rotation", 4)),
+        *((name, 0) for name in ("one row", "rows in FP8", "few rows", "quantizing SwiGLU", "quantizing")),
+    ],
+)
+def test_launches_between_attention_wait_for_those_before(ptx: dict[str, str], name: str, num_loads: int) -> None:
+    before, after = ptx[name].split(WAIT)
+    assert before.count(TRIGGER) == 1
+    assert before.count("ld.global") == num_loads
+    assert not re.search(r"st\.global|cp\.async|\bret;|\bbra\b", before)
+    assert "st.global" in after
 
 
 @pytest.mark.parametrize("kernel", [FIRST, SECOND])

@@ -1,4 +1,4 @@
-"""Products of one row, by a Triton kernel that streams the weights. Beside FP8 weights, too, the row keeps 16 bits."""
+"""Products of few rows, by Triton kernels that stream the weights. Beside FP8 weights, too, one row keeps 16 bits."""
 
 from typing import TypeGuard
 
@@ -7,39 +7,57 @@ import triton.language as tl
 from torch import Tensor
 
 from bullet_graph.kernels.fp8 import Quantized
-from bullet_graph.kernels.fp8_kernels import fp8_to_half
+from bullet_graph.kernels.fp8_kernels import fp8_to_half, matmul_kernel
 from bullet_graph.kernels.launch import quick
 from bullet_graph.kernels.ops import Linear
-from bullet_graph.kernels.triton_kernels import gated
+from bullet_graph.kernels.triton_kernels import gated, wait_for_earlier
 from bullet_graph.perf.roofline import FP8_BLOCK
 
+FEW_ROWS = 8
+"""Most rows that these kernels take: the columns of a tensor core's tile."""
 _LEAST_BLOCK, _MOST_BLOCK = 128, 2048  # columns that a program reads at once, a power of two
 
 
-def is_row(x: Tensor | Quantized, linear: Linear) -> TypeGuard[Tensor]:
-    """Whether x is one row that :func:`gemv` takes: the columns must be whole blocks."""
-    return isinstance(x, Tensor) and len(x) == 1 and not linear.weight.shape[1] % _LEAST_BLOCK
+def are_few(x: Tensor | Quantized, linear: Linear) -> TypeGuard[Tensor]:
+    """Whether x are rows that :func:`few_rows` takes: the columns must be whole blocks, weights in FP8 have one row."""
+    if not isinstance(x, Tensor) or not 0 < len(x) <= FEW_ROWS or linear.weight.shape[1] % _LEAST_BLOCK:
+        return False
+    return len(x) == 1 or (linear.scale is None and x.element_size() == 2)
 
 
-def gemv(x: Tensor, linear: Linear, out: Tensor | None = None, *, glu: bool = False, gelu: bool = False) -> Tensor:
-    """Project one row, x [1, in_features] in 16 bits, into ``out`` [1, out_features] or new memory.
+def few_rows(x: Tensor, linear: Linear, out: Tensor | None = None, *, glu: int = 0, overlaps: bool = False) -> Tensor:
+    """Project rows [rows, in_features] in 16 bits into ``out`` [rows, out_features] or new memory.
 
-    With ``glu``, outputs are gate's, then up's, and the result is silu(gate) * up, [1, out_features / 2]; with
-    ``gelu``, gelu(gate) * up. It is rounded once. Needs :func:`is_row`.
+    With ``glu``, outputs are gate's, then up's, and the result is silu(gate) * up (1) or gelu(gate) * up (2), [rows,
+    out_features / 2], rounded once. Needs :func:`are_few`. ``overlaps``: see
+    :class:`~bullet_graph.kernels.launch.Launcher`.
     """
     weight, bias, scale, _ = linear
-    out_features, in_features = weight.shape
+    rows, (out_features, in_features) = len(x), weight.shape
     if out is None:
-        out = x.new_empty(1, out_features // 2 if glu else out_features)
+        out = x.new_empty(rows, out_features // 2 if glu else out_features)
+    sizes = {"OUT_FEATURES": out_features, "IN_FEATURES": in_features, "GLU": glu}
+    most = in_features & -in_features
+    if rows > 1:
+        quick(matmul_kernel, overlaps)[(triton.cdiv(out_features, 32),)](
+            *(x, None, weight, None, bias, out, rows),
+            **sizes,
+            BLOCK_M=FEW_ROWS,
+            BLOCK_N=32,
+            BLOCK_K=min(256, most),
+            GROUP=0,
+            CHANNELS=1,
+            STAGES=4,
+            num_warps=2,
+        )
+        return out
     # Two outputs share the row's conversion to float32 (bench/LOG.md).
     features = 1 if out_features % 2 else 2
-    quick(gemv_kernel)[(out_features // features,)](
+    quick(one_row_kernel, overlaps)[(out_features // features,)](
         *(x, weight, scale, bias, out),
-        OUT_FEATURES=out_features,
-        IN_FEATURES=in_features,
-        GLU=(2 if gelu else 1) if glu else 0,
+        **sizes,
         CHANNELS=0 if scale is None else 1 if len(scale) == out_features else FP8_BLOCK,
-        BLOCK=min(in_features & -in_features, _MOST_BLOCK),
+        BLOCK=min(most, _MOST_BLOCK),
         FEATURES=features,
         num_warps=4,
     )
@@ -47,7 +65,7 @@ def gemv(x: Tensor, linear: Linear, out: Tensor | None = None, *, glu: bool = Fa
 
 
 @triton.jit
-def gemv_kernel(
+def one_row_kernel(
     x_ptr,
     weight_ptr,
     scale_ptr,
@@ -59,17 +77,19 @@ def gemv_kernel(
     CHANNELS: tl.constexpr,
     BLOCK: tl.constexpr,
     FEATURES: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """FEATURES outputs a program: the products of one row with so many rows of the weights, read past the L2.
 
-    CHANNELS rows of weights share a scale: 0 none, 1 a scale for a row, more for as many columns, too. With GLU, 1
-    for SwiGLU and 2 for GeGLU, every other output is up's, beside gate's of the same column.
+    CHANNELS rows of weights share a scale: 0 none, 1 a scale for a row, more for as many columns, too. GLU is as in
+    ``matmul_kernel``.
     """
-    each = tl.arange(0, FEATURES)
     first = tl.program_id(0).to(tl.int64) * FEATURES
+    each = tl.arange(0, FEATURES)
     features = first // 2 + each // 2 + each % 2 * (OUT_FEATURES // 2) if GLU > 0 else first + each
     lanes = tl.arange(0, BLOCK)
     rows = weight_ptr + features[:, None] * IN_FEATURES + lanes[None, :]
+    wait_for_earlier(PDL)
     total = tl.zeros((FEATURES, BLOCK), tl.float32)
     for start in range(0, IN_FEATURES, BLOCK):
         weights = tl.load(rows + start, eviction_policy="evict_first")
