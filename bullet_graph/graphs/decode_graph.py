@@ -158,7 +158,7 @@ class DecodeGraphs:
 
     def _functions_for(self, rows: int) -> LayerFunctions:
         config = self._decoder.config
-        # Which were measured; experts in 16 bits were not (bench/LOG.md).
+        # Experts in 16 bits were not measured, but for one row (bench/LOG.md).
         if rows == 1 or config.fp8 is not None or (rows <= FEW_ROWS and not config.num_experts):
             return self._overlapping
         if self._compiled is None:
