@@ -268,8 +268,7 @@ class EngineConfig:
         wanted="a file's name, a shipped plan's or None",
     )
     compile: bool = setting(
-        False,
-        "On the CPU: fuse the two compiled parts of each layer with torch.compile. Captured steps on a GPU always are.",
+        False, "On the CPU: fuse the two compiled parts of each layer with torch.compile. A GPU does not need it."
     )
     cpu_threads: int | None = setting(
         None,

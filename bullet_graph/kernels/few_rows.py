@@ -19,7 +19,7 @@ _LEAST_BLOCK, _MOST_BLOCK = 128, 2048  # columns that a program reads at once, a
 
 
 def are_few(x: Tensor | Quantized, linear: Linear) -> TypeGuard[Tensor]:
-    """Whether x are rows that :func:`few_rows` takes: the columns must be whole blocks, weights in FP8 have one row."""
+    """Whether x are rows that :func:`few_rows` takes: the columns must be whole blocks; beside FP8 weights, one row."""
     if not isinstance(x, Tensor) or not 0 < len(x) <= FEW_ROWS or linear.weight.shape[1] % _LEAST_BLOCK:
         return False
     return len(x) == 1 or (linear.scale is None and x.element_size() == 2)

@@ -124,7 +124,7 @@ def matmul_kernel(
 ):
     """out = x @ weight^T + bias, a tile of BLOCK_M rows and BLOCK_N features a program, in FP8 or 16 bits.
 
-    The weights are the left operand: the tensor cores take at least 64 rows there, but as few as 8 columns on the
+    The weights are the left operand: the tensor cores take at least 16 rows there, but as few as 8 columns on the
     right. With scales, GROUP columns of x, and of CHANNELS rows of weights, share one; GROUP 0: all columns. A group is
     a multiple of BLOCK_K columns, CHANNELS one of BLOCK_N or 1. With GLU, 1 for SwiGLU and 2 for GeGLU, every other
     feature is up's, beside gate's of the same column.
@@ -136,7 +136,7 @@ def matmul_kernel(
     features = columns // 2 + columns % 2 * (OUT_FEATURES // 2) if GLU > 0 else columns
     lanes = tl.arange(0, BLOCK_K)
     NUM_GROUPS: tl.constexpr = (IN_FEATURES + GROUP - 1) // GROUP if GROUP > 0 else 1
-    # Beyond the last feature the first are computed again. Rows are not read again: all programs read the same.
+    # Beyond the last feature the first are computed again; rows are masked: all programs would read them.
     is_row = (rows < num_rows)[:, None]
     some_rows, some_features = rows % num_rows, features % OUT_FEATURES
     x_at = x_ptr + some_rows.to(tl.int64)[:, None] * IN_FEATURES + lanes[None, :]

@@ -55,4 +55,4 @@ def _kind(value: Any) -> object:
 
 
 quick = cache(Launcher)
-"""The one launcher of a kernel, or of one that ``overlaps``, and of one that could."""
+"""The one launcher of each kernel and ``overlaps``."""

@@ -46,7 +46,7 @@ class TritonOps(TorchOps):
     """Triton's kernels; all tensors contiguous, on one device.
 
     ``gpu`` is for streams that have all of its SMs; without it, no kernel runs whose grid is laid out for all SMs.
-    ``overlaps``: most launches but attention's start while the one before runs, see
+    ``overlaps``: launches start while the one before runs, but not torch's products, experts and plain SwiGLU; see
     :class:`~bullet_graph.kernels.launch.Launcher`.
     """
 
