@@ -22,8 +22,9 @@ from bullet_graph.kernels.ops import Experts, HeadNorms, Linear, TorchOps
 from bullet_graph.models.decoder import Decoder
 from bullet_graph.models.layers import LayerFunctions, attention_input, attention_output, mlp_part
 
-_MOST_COMPILED = 64
-"""Versions of a part that a process keeps, of all its models and settings; Dynamo's own limit is 8."""
+_MOST_COMPILED = 3 * 64
+"""Versions of the three parts together that a process keeps, of all its models and settings: to Dynamo they are one
+function. Its own limit is 8."""
 
 _LEAST_TIME = {
     "aot_inductor.precompile_headers": False,

@@ -46,8 +46,8 @@ class TritonOps(TorchOps):
     """Triton's kernels; all tensors contiguous, on one device.
 
     ``gpu`` is for streams that have all of its SMs; without it, no kernel runs whose grid is laid out for all SMs.
-    ``overlaps``: launches start while the one before runs, but not torch's products, experts and plain SwiGLU; see
-    :class:`~bullet_graph.kernels.launch.Launcher`.
+    With ``overlaps``, norms with a residual, rotation, quantization and our own products of rows start while the launch
+    before runs, see :class:`~bullet_graph.kernels.launch.Launcher`. Experts, and all else, do not.
     """
 
     def __init__(

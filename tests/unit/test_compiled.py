@@ -83,7 +83,7 @@ def assert_eager_parts(functions: LayerFunctions, decoder: Decoder, rows: int) -
 @pytest.mark.usefixtures("rounding")
 @pytest.mark.parametrize(
     ("decoder", "fused"),
-    [(name, CompiledOps()) for name in NAMES] + [(name, TritonNormOps()) for name in ("plain", "gemma3")],
+    [(name, CompiledOps()) for name in NAMES] + [(name, TritonNormOps()) for name in ("plain", "gemma3", "fp8")],
     indirect=["decoder"],
 )
 def test_once_for_all_rows(decoder: Decoder, settings: list[dict[str, object]], fused: TorchOps) -> None:
