@@ -39,7 +39,7 @@ def _store_quantized(x, values_ptr, scales_ptr, row, columns, width, GROUP: tl.c
     num_groups = tl.cdiv(width, GROUP)
     wide = x.to(tl.float32)
     scales = tl.maximum(tl.max(tl.abs(wide), axis=1), _LEAST_AMAX) / _MAX
-    values = tl.minimum(tl.maximum(wide / scales[:, None], -_MAX), _MAX)
+    values = tl.minimum(tl.maximum(wide * (1.0 / scales)[:, None], -_MAX), _MAX)
     tl.store(values_ptr + row * width + columns, values.to(tl.float8e4nv), mask=columns < width)
     groups = tl.arange(0, x.shape[0])
     tl.store(scales_ptr + row * num_groups + groups, scales, mask=groups < num_groups)
@@ -133,7 +133,10 @@ def matmul_kernel(
     tile_m, tile_n = tl.program_id(0) % num_tiles_m, tl.program_id(0) // num_tiles_m
     rows = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
     columns = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
-    features = columns // 2 + columns % 2 * (OUT_FEATURES // 2) if GLU > 0 else columns
+    if GLU > 0:
+        features = columns // 16 * 8 + columns % 8 + columns // 8 % 2 * (OUT_FEATURES // 2)
+    else:
+        features = columns
     lanes = tl.arange(0, BLOCK_K)
     NUM_GROUPS: tl.constexpr = (IN_FEATURES + GROUP - 1) // GROUP if GROUP > 0 else 1
     # Beyond the last feature the first are computed again; rows are masked: all programs would read them.
@@ -162,8 +165,8 @@ def matmul_kernel(
         acc += tl.load(bias_ptr + some_features).to(tl.float32)[:, None]
     WIDTH: tl.constexpr = OUT_FEATURES // 2 if GLU > 0 else OUT_FEATURES
     if GLU > 0:
-        gate, up = tl.split(tl.permute(tl.reshape(acc, (BLOCK_N // 2, 2, BLOCK_M)), (0, 2, 1)))
-        acc = gated(gate, up, GLU == 2)
+        gate, up = tl.split(tl.permute(tl.reshape(acc, (BLOCK_N // 16, 2, 8, BLOCK_M)), (0, 2, 3, 1)))
+        acc = tl.reshape(gated(gate, up, GLU == 2), (BLOCK_N // 2, BLOCK_M))
         columns = tile_n * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
     at = out_ptr + rows.to(tl.int64)[None, :] * WIDTH + columns[:, None]
     tl.store(at, acc.to(out_ptr.dtype.element_ty), (rows < num_rows)[None, :] & (columns < WIDTH)[:, None])

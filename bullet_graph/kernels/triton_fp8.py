@@ -16,6 +16,8 @@ _MOST_OWN_ROWS, _OWN_OUTPUTS = 256, 2**21
 Measured on an H200 with llama-3.1-8b's shapes (bench/LOG.md): 64 rows of down take 20 instead of 37 µs."""
 _WIDE = 16384
 """From so many output features on, there are tiles enough for all SMs."""
+_SMS = 132
+"""Of an H100 or H200: where tiles of 64 features are more, larger ones are faster."""
 
 
 def new_quantized(like: Tensor, rows: int, width: int, group: int) -> tuple[Quantized, dict[str, int]]:
@@ -44,26 +46,35 @@ def quantize(x: Tensor, group: int, overlaps: bool = False) -> Quantized:
 
 def linear_fp8(x: Quantized, linear: Linear, out: Tensor | None, overlaps: bool = False) -> Tensor:
     """The product for this number of rows and these scales."""
-    assert linear.scale is not None
+    if is_own(x, linear):
+        return matmul_fp8(x, linear, out, overlaps=overlaps)
+    return TorchOps().linear(x, linear, out)
+
+
+def is_own(x: Quantized, linear: Linear) -> bool:
+    """Whether the Triton product is used: torch's kernels for blocks want scales in other orders."""
     rows, out_features = len(x.values), len(linear.weight)
     is_small = rows <= _MOST_OWN_ROWS and rows * out_features < _OWN_OUTPUTS
-    # torch's kernels for blocks want scales in other orders.
-    is_own = is_small or len(linear.scale) != out_features
-    return matmul_fp8(x, linear, out, overlaps) if is_own else TorchOps().linear(x, linear, out)
+    return is_small or (linear.scale is not None and len(linear.scale) != out_features)
 
 
-def matmul_fp8(x: Quantized, linear: Linear, out: Tensor | None = None, overlaps: bool = False) -> Tensor:
-    """As :func:`bullet_graph.kernels.fp8.linear_fp8`, by a Triton kernel."""
+def matmul_fp8(
+    x: Quantized, linear: Linear, out: Tensor | None = None, *, glu: int = 0, overlaps: bool = False
+) -> Tensor:
+    """As :func:`bullet_graph.kernels.fp8.linear_fp8`, by a Triton kernel; ``glu`` as in :func:`few_rows`."""
     weight, bias, scale, _ = linear
     assert scale is not None
     rows, (out_features, in_features) = len(x.values), weight.shape
-    out = x.values.new_empty(rows, out_features, dtype=x.dtype) if out is None else out
+    if out is None:
+        out = x.values.new_empty(rows, out_features // 2 if glu else out_features, dtype=x.dtype)
     is_row_wise = len(scale) == out_features
     block_m = min(max(triton.next_power_of_2(rows), 16), 128)
     if block_m == 128 and (not is_row_wise or out_features >= _WIDE):
         block_n, block_k, stages, num_warps = 128, 128, 3, 8
     elif out_features >= _WIDE:
         block_n, block_k, stages, num_warps = 64, 128, 3, 4
+    elif block_m == 128 and triton.cdiv(rows, block_m) * triton.cdiv(out_features, 64) > _SMS:
+        block_n, block_k, stages, num_warps = 128, 128, 6, 4
     else:
         # Few programs: each has more of the weights on their way.
         block_n, block_k, stages, num_warps = 64, 256 if is_row_wise else 128, 6 if block_m < 128 else 4, 4
@@ -72,7 +83,7 @@ def matmul_fp8(x: Quantized, linear: Linear, out: Tensor | None = None, overlaps
             *(x.values, x.scales, weight, scale, bias, out, rows),
             OUT_FEATURES=out_features,
             IN_FEATURES=in_features,
-            GLU=0,
+            GLU=glu,
             BLOCK_M=block_m,
             BLOCK_N=block_n,
             BLOCK_K=block_k,
