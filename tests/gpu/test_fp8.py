@@ -69,6 +69,9 @@ def test_products(rows: int, shape: tuple[int, int], bias: bool, blocks: bool) -
     found = matmul_fp8(x, linear)
     assert relative_error(found, expected) < 5e-3
     assert torch.equal(found, matmul_fp8(x, linear))
+    for gelu in (False, True):
+        gated = TorchOps().glu(x._replace(dtype=torch.float32), linear, gelu)
+        assert relative_error(matmul_fp8(x, linear, glu=1 + gelu), gated) < 5e-3
 
 
 @pytest.mark.parametrize(

@@ -133,6 +133,21 @@ def test_triton_product(rows: int, out_features: int, in_features: int, bias: bo
         torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-3)
 
 
+@pytest.mark.usefixtures("rounding")
+@pytest.mark.parametrize("gelu", [False, True])
+@pytest.mark.parametrize("blocks", [False, True])
+@pytest.mark.parametrize(("rows", "width", "in_features"), [(3, 100, 384), (17, 200, 600), (130, 64, 128)])
+def test_swiglu_in_the_product(rows: int, width: int, in_features: int, blocks: bool, gelu: bool) -> None:
+    linear = quantized_linear(2 * width, in_features, blocks=blocks, bias=True)
+    x = quantize(normal(rows, in_features), linear.group or 0)
+    expected = TorchOps().glu(x, linear, gelu)
+    found = TritonOps().glu(x, linear, gelu)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-3)
+    assert isinstance(found, torch.Tensor)
+    for one, other in zip(TritonOps().glu(x, linear, gelu, 128)[:2], quantize(found, 128)[:2], strict=True):
+        torch.testing.assert_close(one.float(), other.float(), rtol=STEP, atol=1e-6)
+
+
 @pytest.mark.parametrize("blocks", [False, True])
 @pytest.mark.parametrize(("out_features", "in_features", "bias"), [(33, 384, True), (260, 256, True), (1, 128, False)])
 def test_one_row_is_projected_unquantized(out_features: int, in_features: int, bias: bool, blocks: bool) -> None:

@@ -30,6 +30,7 @@ GIVEN = dict(  # a kernel takes those that it names
     GELU=False, GROUP=4096, BLOCK=4096, PDL=True)
 ROW = SIZES | dict(weight_ptr=FP8, BLOCK=2048, FEATURES=2, CHANNELS=1)
 ROWS = SIZES | dict(BLOCK_M=16, BLOCK_N=64, BLOCK_K=256, GROUP=0, CHANNELS=1)
+IN_FP8 = dict(x_ptr=FP8, weight_ptr=FP8)
 QUANTIZED = dict(values_ptr=FP8, out_ptr=FP8)
 ATTENTION = decode_attention_kernels.decode_attention_kernel
 COMBINATION = decode_attention_kernels.combine_partials_kernel
@@ -39,7 +40,9 @@ CASES = {
     "decode_attention_kernel groups": (ATTENTION, dict(PDL=False, COMBINE=True, MEMBERS=4, Q_BLOCK=64)),
     "decode_attention_kernel goes on": (ATTENTION, dict(PDL=False, CONTINUE=True)),
     "one row": (few_rows.one_row_kernel, ROW),
-    "rows in FP8": (fp8_kernels.matmul_kernel, ROWS | dict(x_ptr=FP8, weight_ptr=FP8)),
+    "rows in FP8": (fp8_kernels.matmul_kernel, ROWS | IN_FP8),
+    "SwiGLU in FP8": (fp8_kernels.matmul_kernel, ROWS | IN_FP8 | dict(GLU=1)),
+    "blocks in FP8": (fp8_kernels.matmul_kernel, ROWS | IN_FP8 | dict(BLOCK_K=128, GROUP=128, CHANNELS=128)),
     "few rows": (fp8_kernels.matmul_kernel, ROWS | dict(BLOCK_M=8, BLOCK_N=32, scale_ptr=None, x_scales_ptr=None)),
     "norm": (triton_kernels.add_rms_norm_kernel, {}),
     "rotation": (triton_kernels.rope_and_cache_kernel, {}),
@@ -86,7 +89,8 @@ def test_the_second_waits_before_it_reads_partial_results_or_writes(ptx: dict[st
     ("name", "num_loads"),  # before the wait: of a norm's weights; of place, slot, cosines and sines
     [
         *(("norm", 32), ("quantizing norm", 32), ("rotation", 4)),
-        *((name, 0) for name in ("one row", "rows in FP8", "few rows", "quantizing SwiGLU", "quantizing")),
+        *((name, 0) for name in ("one row", "few rows", "quantizing SwiGLU", "quantizing")),
+        *((f"{name} in FP8", 0) for name in ("rows", "SwiGLU", "blocks")),
     ],
 )
 def test_launches_between_attention_wait_for_those_before(ptx: dict[str, str], name: str, num_loads: int) -> None:
