@@ -133,10 +133,8 @@ def matmul_kernel(
     tile_m, tile_n = tl.program_id(0) % num_tiles_m, tl.program_id(0) // num_tiles_m
     rows = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
     columns = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
-    if GLU > 0:
-        features = columns // 16 * 8 + columns % 8 + columns // 8 % 2 * (OUT_FEATURES // 2)
-    else:
-        features = columns
+    alternate = columns // 16 * 8 + columns % 8 + columns // 8 % 2 * (OUT_FEATURES // 2)
+    features = alternate if GLU > 0 else columns
     lanes = tl.arange(0, BLOCK_K)
     NUM_GROUPS: tl.constexpr = (IN_FEATURES + GROUP - 1) // GROUP if GROUP > 0 else 1
     # Beyond the last feature the first are computed again; rows are masked: all programs would read them.

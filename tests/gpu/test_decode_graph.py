@@ -53,8 +53,10 @@ WINDOWS = {"llama-3.2-1b": (50, None, 300, 50), "qwen3-8b": (128,) * NUM_LAYERS}
 
 @pytest.fixture(
     scope="module",
-    params=["llama-3.1-8b", "qwen3-8b", "llama-3.2-1b", *(f"{name} windowed" for name in WINDOWS), *VARIANTS]
-    + ["llama-3.1-8b-fp8", "llama-3.1-8b-fp8 with an FP8 cache"],
+    params=[
+        *("llama-3.1-8b", "qwen3-8b", "llama-3.2-1b", *(f"{name} windowed" for name in WINDOWS), *VARIANTS),
+        *("llama-3.1-8b-fp8", "llama-3.1-8b-fp8 with an FP8 cache"),
+    ],
 )
 def setup(request: pytest.FixtureRequest) -> Setup:
     name = request.param.removesuffix(" windowed").removesuffix(" with an FP8 cache")
