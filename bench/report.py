@@ -273,7 +273,7 @@ Written by `python -m bench.report` from `{folder}`.
 Machine: {device}, driver {driver}, {versions}. Weights are random, in the models' shapes.
 
 **How to read the ratios.** "Ratio" is this engine over vLLM: goodput should be high, times and energy low. vLLM takes
-512 tokens a step, all at once 8,192. 384 served fewer (log); within 8 ms, 160 to 192 were not tried. This engine
+512 tokens a step, all at once 8,192. 384, and 160 to 192 within 8 ms, served fewer (log). This engine
 runs `auto`, and its best all at once. Goodput is the highest rate at which 90 % of the requests (`goodput_99`: 99 %)
 meet both targets ("500/15 ms": of TTFT and TPOT), in runs of at least 120 s. "<": the lowest rate at which it failed;
 the ratio is then a bound. "Limit" is the time of the same kernels alone, on the same card under its power cap, or of

@@ -15,7 +15,7 @@ from bullet_graph.kernels.gpu import Gpu
 from bullet_graph.kernels.launch import quick
 from bullet_graph.kernels.ops import Experts, HeadNorms, KeysValues, Linear, RowInputs, TorchOps
 from bullet_graph.kernels.sampler import SamplingState
-from bullet_graph.kernels.triton_fp8 import is_own, linear_fp8, matmul_fp8, new_quantized
+from bullet_graph.kernels.triton_fp8 import can_gate, linear_fp8, matmul_fp8, new_quantized
 from bullet_graph.kernels.triton_moe import experts_output
 
 _HEADS_BLOCK = 16
@@ -126,7 +126,7 @@ class TritonOps(TorchOps):
         # Few rows, and many rows on Hopper, take one launch, which rounds once.
         if group is None and are_few(x, gate_up):
             return few_rows(x, gate_up, glu=2 if gelu else 1, overlaps=self._overlaps)
-        if isinstance(x, Quantized) and is_own(x, gate_up):
+        if isinstance(x, Quantized) and can_gate(x, gate_up):
             gated = matmul_fp8(x, gate_up, glu=2 if gelu else 1, overlaps=self._overlaps)
             return gated if group is None else self.quantize(gated, group)
         fused = self._fused_swiglu_sms and len(x) >= FUSED_SWIGLU_MIN_ROWS and not gelu

@@ -69,9 +69,20 @@ def test_products(rows: int, shape: tuple[int, int], bias: bool, blocks: bool) -
     found = matmul_fp8(x, linear)
     assert relative_error(found, expected) < 5e-3
     assert torch.equal(found, matmul_fp8(x, linear))
-    for gelu in (False, True):
-        gated = TorchOps().glu(x._replace(dtype=torch.float32), linear, gelu)
-        assert relative_error(matmul_fp8(x, linear, glu=1 + gelu), gated) < 5e-3
+
+
+@pytest.mark.parametrize("blocks", [False, True])
+@pytest.mark.parametrize("shape", SHAPES[2:], ids=str)
+@pytest.mark.parametrize("rows", [2, 17, 64])
+@torch.inference_mode()
+def test_swiglu_in_the_product(rows: int, shape: tuple[int, int], blocks: bool) -> None:
+    weight, scale = quantize_weight(random(*shape), blocks=blocks)
+    linear = Linear(weight, random(shape[0]), scale, 128 if blocks else shape[1])
+    x = TorchOps().quantize(random(rows, shape[1]), linear.group or 0)
+    expected = TorchOps().glu(x._replace(dtype=torch.float32), linear, gelu=blocks)
+    found = TritonOps().glu(x, linear, gelu=blocks)
+    assert isinstance(found, torch.Tensor)
+    assert relative_error(found, expected) < 5e-3
 
 
 @pytest.mark.parametrize(
