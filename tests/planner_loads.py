@@ -21,10 +21,9 @@ def model() -> TableModel:
     return TableModel(h200_table(), LLAMA_8B)
 
 
-def planner(policy: str = "auto", *, max_chunk_tokens: int = MAX_CHUNK) -> Planner:
-    return Planner(
-        Policy.parse(policy), max_chunk_tokens=max_chunk_tokens, decode_sms=model().decode_sms, model=model()
-    )
+def planner(policy: str = "auto", *, max_chunk_tokens: int = MAX_CHUNK, lone_rows: int = 1) -> Planner:
+    sizes, of = model().decode_sms, Policy.parse(policy)
+    return Planner(of, max_chunk_tokens=max_chunk_tokens, decode_sms=sizes, model=model(), lone_rows=lone_rows)
 
 
 def modelless(policy: str) -> Planner:

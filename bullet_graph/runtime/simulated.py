@@ -198,7 +198,7 @@ class SimulatedExecutor(Executor):
         if not work.batch_size:
             return self._model.prefill(work.tokens, work.pairs, sms).ms
         if not work.tokens:
-            return self._model.decode(work.batch_size, work.kv_tokens, sms).ms
+            return self._model.decode(max(work.batch_size, placement.least_rows), work.kv_tokens, sms).ms
         return self._model.mixed(work.tokens, work.pairs, work.batch_size, work.kv_tokens).ms
 
     def _beside_ms(self, decode: _Job, prefill: _Job) -> dict[Lane, float]:

@@ -292,12 +292,17 @@ def test_a_chunk_cut_short_says_nothing_of_the_prediction(prompt_tokens: int, is
     assert planner.observed == [("mixed", "slice", 7.0)] * is_whole + [("mixed", "step", 3.0)]
 
 
-def test_decode_alone_is_unhurried_until_a_prompt_comes() -> None:
+@pytest.mark.parametrize("lone_rows", [1, 2])
+def test_decode_alone_is_unhurried_until_a_prompt_comes(lone_rows: int) -> None:
     slo = Slo(ttft_ms=500, tpot_ms=100)
 
     def launch_times(*requests: Arrival) -> list[float]:
-        executor = CheckedExecutor()
-        CoreLoop("auto", executor=executor).run(arrivals=requests)
+        executor, planner = CheckedExecutor(), planner_of(lone_rows=lone_rows)
+        CoreLoop(planner, executor=executor).run(arrivals=requests)
+        decoding = [launch for launch in executor.launches if launch.step.prefill is None]
+        assert {launch.placement.least_rows for launch in decoding} == {lone_rows}
+        # Of the corrections, none has to learn of the padding.
+        assert planner.corrections["solo", "step"] == pytest.approx(1.0, abs=0.02)
         return [launch.time_s for launch in executor.launches]
 
     first: Arrival = (0.0, 10, 20, slo)
