@@ -13,66 +13,35 @@ from torch import Tensor
 
 from bullet_graph.errors import ConfigError
 from bullet_graph.kernels.attention import Attention, LayerRows
-from bullet_graph.kernels.decode_attention_kernels import combine_partials_kernel, decode_attention_kernel
+from bullet_graph.kernels.decode_attention_kernels import TILE, combine_partials_kernel, decode_attention_kernel
 from bullet_graph.kernels.gpu import Gpu
 from bullet_graph.kernels.launch import quick
 from bullet_graph.kernels.memory import KVCache
 from bullet_graph.kernels.shared_blocks import MOST_MEMBERS, SharedBlocks, saved_blocks, shared_blocks
 from bullet_graph.perf.roofline import DecoderShape
 
-_LEAST_Q_BLOCK = 16
-"""Rows of the tensor cores' smallest product."""
-_FEW_ROWS = 16
-"""Up to so many rows, on all SMs, a program takes one key head. With 8 key heads that makes fewer partial results."""
+_LEAST_COLUMNS = 8  # of the tensor cores' smallest product
+_MOST_CTAS, _FEW_CTAS = 8, 4  # programs that an SM holds at once
+_HEAD_BYTES = 3072  # of the heads that an SM's programs read, all together: what shared memory holds
+_FEW_HEADS = 64
+"""Up to so many key heads of all rows, and twice as many in 16 bits, on all SMs, fewer programs are faster: there are
+fewer partial results to add up."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeKernelSettings:
-    """How decode attention is laid out on an SM; the fastest choice depends on the GPU and the heads.
+    """Which kernels add partial results up, and when common blocks are read once; measured on an H200 (bench/LOG.md).
 
     Attributes:
-        kv_heads: key heads of a tile, a divisor of the model's. More heads read longer runs of memory; with more than
-            16 query heads they also compute more.
-        tile: keys of a tile, tokens times ``kv_heads``, a power of two.
-        ctas_per_sm: programs that an SM holds at once; their registers and shared memory must fit.
-        max_registers: of a thread, None for the compiler's choice.
-        num_warps: of a program.
         combine_rows: from this batch size on, the program that finishes a sequence last adds its parts up. Smaller
             batches have many parts per sequence, and a second kernel adds them on more SMs.
         members: most rows that read common blocks at once.
         group_units: fewest blocks for a program that reads common blocks, if there are as many.
     """
 
-    kv_heads: int
-    tile: int = 64
-    ctas_per_sm: int = 2
-    max_registers: int | None = None
-    num_warps: int = 4
     combine_rows: int = 32
     members: int = MOST_MEMBERS
     group_units: int = 16
-
-
-def default_settings(config: DecoderShape, *, whole_gpu: bool = True, few_rows: bool = False) -> DecodeKernelSettings:
-    """The fastest settings measured on an H200 (bench/LOG.md).
-
-    A tile has as many key heads as have at most 16 query heads. Over a 16-bit cache, two programs per SM saturate the
-    memory; on a part of the SMs three are 14 % faster (bench/results/h200/decode_attention.json). Over an FP8 cache,
-    with 4 query heads per key head, eight of one warp take 7 to 30 % less time than four of two (8 key heads, 64 rows).
-    """
-    if few_rows:
-        return DecodeKernelSettings(kv_heads=1, tile=_LEAST_Q_BLOCK, ctas_per_sm=4, num_warps=1 if config.fp8_kv else 2)
-    group = config.num_heads // config.num_kv_heads
-    is_small = config.fp8_kv and group == 4 and config.head_dim <= 128
-    most = _LEAST_Q_BLOCK // 2 if is_small else _LEAST_Q_BLOCK
-    kv_heads = next((n for n in (16, 8, 4, 2) if config.num_kv_heads % n == 0 and n * group <= most), 1)
-    tile = max(_LEAST_Q_BLOCK, 64 * 128 // config.head_dim)
-    if config.fp8_kv:
-        tile = min(max(16 * kv_heads, 32), tile)
-        ctas_per_sm, num_warps = (8, 1) if is_small else (4, 2)
-        return DecodeKernelSettings(kv_heads=kv_heads, tile=tile, ctas_per_sm=ctas_per_sm, num_warps=num_warps)
-    ctas_per_sm, registers = (2, None) if whole_gpu else (3, 168)
-    return DecodeKernelSettings(kv_heads=kv_heads, tile=tile, ctas_per_sm=ctas_per_sm, max_registers=registers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,9 +72,8 @@ def window_indptr(kv_lens: NDArray[np.int32], window: int, block_tokens: int) ->
 class TritonDecodeAttention:
     """Kernels and scratch of one lane; never shared by two lanes that run at the same time.
 
-    The launches do not depend on lengths, so a captured graph serves batches of any. ``settings`` None takes
-    :func:`default_settings` by a plan's SMs and rows. Raises ConfigError for a size of heads that the kernels cannot
-    take.
+    The launches do not depend on lengths, so a captured graph serves batches of any. Raises ConfigError for sizes of
+    heads or blocks that the kernels cannot take.
     """
 
     def __init__(
@@ -115,27 +83,24 @@ class TritonDecodeAttention:
         *,
         max_rows: int,
         gpu: Gpu,
-        settings: DecodeKernelSettings | None = None,
+        settings: DecodeKernelSettings = DecodeKernelSettings(),
     ) -> None:
-        if config.head_dim < _LEAST_Q_BLOCK or config.head_dim & (config.head_dim - 1):
+        if config.head_dim < TILE or config.head_dim & (config.head_dim - 1):
             raise ConfigError(
-                f"decode attention needs a head_dim that is a power of two of at least {_LEAST_Q_BLOCK}, "
+                f"decode attention needs a head_dim that is a power of two of at least {TILE}, "
                 f"got {config.head_dim}: use FlashInfer's kernels for this model"
             )
-        self._whole = settings or default_settings(config)
-        self._part = settings or default_settings(config, whole_gpu=False)
-        self._config = config
-        few = settings or default_settings(config, few_rows=True)
-        # More ranges would make more partial results.
-        self._few = min(few, self._whole, key=partial(self._workers, gpu.num_sms))
+        if cache.block_tokens % TILE:
+            raise ConfigError(f"decode attention needs blocks of a multiple of {TILE} tokens, got {cache.block_tokens}")
+        self._settings, self._config = settings, config
         self.cache = cache
         self._windows = set(cache.windows)
         self._max_rows = max_rows
         self._num_sms = gpu.num_sms
         self._overlap_launches = gpu.overlaps_launches
         device = cache.layer(0)[0].device
-        slots = 2 * max(self._workers(gpu.num_sms, of) for of in (self._whole, self._part))
-        members = self._whole.members if self.can_share else 1
+        slots = 2 * self._workers(gpu.num_sms)
+        members = settings.members if self.can_share else 1
         sizes = config.num_heads, config.head_dim
         self.partials = torch.empty(slots * members, *sizes, dtype=torch.float32, device=device)
         self.partial_lse = torch.empty(slots * members, config.num_heads, dtype=torch.float32, device=device)
@@ -146,13 +111,13 @@ class TritonDecodeAttention:
     @property
     def can_share(self) -> bool:
         """Whether rows may read common blocks once: without windows, and not over an FP8 cache, where it is slower."""
-        return self._windows == {None} and not self._config.fp8_kv and self._whole.members > 1
+        return self._windows == {None} and not self._config.fp8_kv and self._settings.members > 1
 
     def shared_blocks(
         self, kv_indptr: NDArray[np.int32], kv_indices: NDArray[np.int32]
     ) -> SharedBlocks[NDArray[np.int32]] | None:
         """:func:`shared_blocks` of a batch, as a batch on the whole GPU can take them; None where that is slower."""
-        shared = shared_blocks(kv_indptr, kv_indices, most=self._whole.members) if self.can_share else None
+        shared = shared_blocks(kv_indptr, kv_indices, most=self._settings.members) if self.can_share else None
         block_bytes = 2 * self.cache.layer(0)[0][0].nbytes
         if shared is not None and saved_blocks(shared, kv_indptr, kv_indices, block_bytes)[1] > 0:
             return shared
@@ -175,59 +140,49 @@ class TritonDecodeAttention:
                 f"decode attention was asked to run on {num_sms} SMs: name 1 to {self._num_sms}, the device's"
             )
         shares = batch.shared is not None
-        on_all = self._few if rows <= _FEW_ROWS and not shares else self._whole
-        settings = on_all if num_sms == self._num_sms else self._part
-        workers = self._workers(num_sms, settings)
         if shares and not self.can_share:
             raise ConfigError("a decode batch with common blocks needs a model without windows and a 16-bit KV cache")
+        settings = self._settings
+        workers = self._workers(num_sms, 0 if shares else rows)
         return PlannedDecode(
             self,
             batch,
             rows,
-            {w: self._attention(rows, workers, settings, w, goes_on=shares) for w in self._windows},
+            {w: self._attention(rows, workers, w, goes_on=shares) for w in self._windows},
             None if rows >= settings.combine_rows else self._combination(rows, workers),
-            self._attention(rows // 2, workers, settings, None, members=settings.members) if shares else None,
+            self._attention(rows // 2, workers, None, members=settings.members) if shares else None,
         )
 
-    def _workers(self, num_sms: int, settings: DecodeKernelSettings) -> int:
-        """Ranges that the work is cut into; a program per group of key heads runs for each."""
-        return max(1, num_sms * settings.ctas_per_sm // (self._config.num_kv_heads // settings.kv_heads))
+    def _workers(self, num_sms: int, rows: int = 0) -> int:
+        """Ranges that the work of so many rows, 0 for many, is cut into; a program per key head runs for each."""
+        heads, itemsize = self._config.num_kv_heads, self.cache.layer(0)[0].itemsize
+        are_few = 0 < rows * heads <= _FEW_HEADS * itemsize and num_sms == self._num_sms
+        fit = _HEAD_BYTES // (self._config.head_dim * itemsize)
+        return max(1, num_sms * min(_FEW_CTAS if are_few else _MOST_CTAS, fit) // heads)
 
     def _attention(
-        self,
-        rows: int,
-        workers: int,
-        settings: DecodeKernelSettings,
-        window: int | None,
-        *,
-        members: int = 1,
-        goes_on: bool = False,
+        self, rows: int, workers: int, window: int | None, *, members: int = 1, goes_on: bool = False
     ) -> Callable[..., None]:
-        config = self._config
-        head_groups = config.num_kv_heads // settings.kv_heads
+        config, settings = self._config, self._settings
         combines = rows >= settings.combine_rows or members > 1
-        q_rows = members * settings.kv_heads * (config.num_heads // config.num_kv_heads)
+        queries = max(_LEAST_COLUMNS, triton.next_power_of_2(members * config.num_heads // config.num_kv_heads))
         return partial(
-            quick(decode_attention_kernel)[(workers * head_groups,)],
+            quick(decode_attention_kernel)[(workers * config.num_kv_heads,)],
             num_rows=rows,
             scale_log2=math.log2(math.e) / math.sqrt(config.head_dim),
             NUM_HEADS=config.num_heads,
             NUM_KV_HEADS=config.num_kv_heads,
             HEAD_DIM=config.head_dim,
             BLOCK_TOKENS=self.cache.block_tokens,
-            KV_HEADS=settings.kv_heads,
-            Q_BLOCK=max(_LEAST_Q_BLOCK, triton.next_power_of_2(q_rows)),
-            TILE=settings.tile,
+            Q_BLOCK=queries,
             ROWS_BLOCK=triton.next_power_of_2(self._max_rows),
-            STAGES=3,  # of the loop over tiles, which needs at least these
             WINDOW=window or 0,
             MEMBERS=members,
             LEAST_UNITS=settings.group_units,
             CONTINUE=goes_on,
             COMBINE=combines,
             TRIGGER=self._overlap_launches and not combines,
-            num_warps=4 if members > 1 else settings.num_warps,
-            maxnreg=None if members > 1 else settings.max_registers,
+            num_warps=max(queries // 16, 1),
         )
 
     def _combination(self, rows: int, workers: int) -> Callable[..., None]:

@@ -16,8 +16,12 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents
 
-from bullet_graph.kernels.fp8_kernels import fp8_to_half
+from bullet_graph.kernels.fp8_kernels import fp8_to_half, words_to_half
 from bullet_graph.kernels.triton_kernels import wait_for_earlier
+
+TILE = 16
+"""Keys that a program takes at once: the smallest product of the tensor cores."""
+_TILE = tl.constexpr(TILE)
 
 
 @triton.jit
@@ -34,16 +38,6 @@ def _worker_of(unit, total, workers):
     in_longer = unit // (shorter + 1)
     in_shorter = total % workers + (unit - longer_end) // tl.maximum(shorter, 1)
     return tl.where(unit < longer_end, in_longer, in_shorter)
-
-
-@triton.jit
-def _block_ids(ids_ptr, start, key_tokens, num_tokens, TILE_TOKENS: tl.constexpr, BLOCK_TOKENS: tl.constexpr):
-    """Block ids of a tile's tokens from ``start`` on; a single id where blocks hold whole tiles."""
-    if BLOCK_TOKENS % TILE_TOKENS == 0:
-        return tl.load(ids_ptr + start // BLOCK_TOKENS, mask=start < num_tokens, other=0)
-    else:
-        tokens = start + key_tokens
-        return tl.load(ids_ptr + tokens // BLOCK_TOKENS, mask=tokens < num_tokens, other=0)
 
 
 @triton.jit
@@ -80,12 +74,37 @@ def _sum_of_partials(
 
 
 @triton.jit
-def _of_cache(x, dtype: tl.constexpr):
-    """Elements of the cache as the products take them."""
-    if x.dtype == tl.float8e4nv and dtype == tl.float16:
-        return fp8_to_half(x)
+def _shrunk_plus(sums, v, weights, shrink):
+    return tl.dot(v.to(weights.dtype), weights, sums * shrink[None, :], input_precision="ieee")
+
+
+@triton.jit
+def _shrunk_plus_each(sums, v, weights, shrink):
+    """Shrink the sums [numbers, queries] and add v [numbers, keys] @ weights [keys, queries].
+
+    An int32 is four numbers in FP8. Then there are four sums: of each one's first number, second, third, and last. So a
+    thread reads four numbers at once, though the product wants those of two keys side by side.
+    """
+    if v.dtype == tl.int32:
+        v0, v1, v2, v3 = words_to_half(v)
+        return (
+            _shrunk_plus(sums[0], v0, weights, shrink),
+            _shrunk_plus(sums[1], v1, weights, shrink),
+            _shrunk_plus(sums[2], v2, weights, shrink),
+            _shrunk_plus(sums[3], v3, weights, shrink),
+        )
     else:
-        return x.to(dtype)
+        return (_shrunk_plus(sums[0], v, weights, shrink),)
+
+
+@triton.jit
+def _by_query(sums, in_words: tl.constexpr):
+    """The sums of ``_shrunk_plus_each``, [queries, numbers of a head]."""
+    if in_words:
+        sums_by_byte = tl.join(tl.join(sums[0], sums[2]), tl.join(sums[1], sums[3]))  # [words, queries, 2, 2]
+        return tl.reshape(tl.permute(sums_by_byte, (1, 0, 2, 3)), (sums[0].shape[1], 4 * sums[0].shape[0]))
+    else:
+        return sums[0].T
 
 
 # The batch lies in the middle of larger buffers: one kernel serves every alignment.
@@ -114,11 +133,8 @@ def decode_attention_kernel(
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
-    KV_HEADS: tl.constexpr,
     Q_BLOCK: tl.constexpr,
-    TILE: tl.constexpr,
     ROWS_BLOCK: tl.constexpr,
-    STAGES: tl.constexpr,
     WINDOW: tl.constexpr,
     MEMBERS: tl.constexpr,
     LEAST_UNITS: tl.constexpr,
@@ -126,11 +142,10 @@ def decode_attention_kernel(
     COMBINE: tl.constexpr,
     TRIGGER: tl.constexpr,
 ):
-    """One range of blocks of KV_HEADS key heads per program, sequence after sequence, TILE keys at a time.
+    """One range of blocks of one key head per program, sequence after sequence, TILE keys at a time.
 
-    A tile's keys are those of KV_HEADS heads, token by token as they lie in memory. One product multiplies all query
-    heads with all of them, and masks pairs of different heads. With one head at a time, as for few rows, most rows
-    of the product are padding and the loads scattered.
+    Keys are the left operand of the first product, values of the second: the tensor cores take at least 16 rows there,
+    but as few as 8 columns, the queries, on the right. BLOCK_TOKENS is a multiple of TILE.
 
     With MEMBERS above 1, a sequence of the line is a group: ``members_ptr`` [groups, 2] has the batch's first row of it
     and the number of its rows, ``kv_indptr_ptr`` counts common blocks, and results go to ``out_ptr`` and
@@ -141,19 +156,16 @@ def decode_attention_kernel(
     blocks of the window alone, and ``block_indptr_ptr`` says where all blocks of each sequence are.
 
     With COMBINE, the program that writes the last of a sequence's partial results adds them up. The programs count them
-    in ``arrived_ptr`` [rows, head groups], which is zero before and after. With TRIGGER, the launch behind may start.
+    in ``arrived_ptr`` [rows, key heads], which is zero before and after. With TRIGGER, the launch behind may start.
     """
-    HEAD_GROUPS: tl.constexpr = NUM_KV_HEADS // KV_HEADS
-    Q_HEADS: tl.constexpr = NUM_HEADS // HEAD_GROUPS
     GROUP: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
-    TILE_TOKENS: tl.constexpr = TILE // KV_HEADS
-    TOKEN_STRIDE: tl.constexpr = NUM_KV_HEADS * HEAD_DIM
-    BLOCK_STRIDE: tl.constexpr = BLOCK_TOKENS * TOKEN_STRIDE
+    IN_FP8: tl.constexpr = keys_ptr.dtype.element_ty == tl.float8e4nv
+    PACKED: tl.constexpr = 4 if IN_FP8 else 1  # numbers of a value that a thread reads as one
     if TRIGGER:
         gdc_launch_dependents()
-    worker = tl.program_id(0) // HEAD_GROUPS
-    head_group = tl.program_id(0) % HEAD_GROUPS
-    workers = tl.num_programs(0) // HEAD_GROUPS
+    worker = tl.program_id(0) // NUM_KV_HEADS
+    kv_head = tl.program_id(0) % NUM_KV_HEADS
+    workers = tl.num_programs(0) // NUM_KV_HEADS
     total = tl.load(kv_indptr_ptr + num_rows) + num_rows
     if MEMBERS > 1:
         # Partial results are large, and one program adds those of a group up: rather fewer, longer ranges.
@@ -167,13 +179,13 @@ def decode_attention_kernel(
 
     lanes = tl.arange(0, HEAD_DIM)
     # Members' heads one after the other; what is left of the block is masked.
-    members = tl.arange(0, Q_BLOCK) // Q_HEADS
-    q_heads = tl.arange(0, Q_BLOCK) % Q_HEADS
-    keys = tl.arange(0, TILE)
-    key_tokens = keys // KV_HEADS
-    key_heads = keys % KV_HEADS
-    same_head = (q_heads // GROUP)[:, None] == key_heads[None, :]
-    at_heads = (head_group * KV_HEADS + key_heads) * HEAD_DIM
+    members = tl.arange(0, Q_BLOCK) // GROUP
+    q_heads = kv_head * GROUP + tl.arange(0, Q_BLOCK) % GROUP
+    keys = tl.arange(0, _TILE)
+    packs = tl.arange(0, HEAD_DIM // PACKED)
+    packed_ptr = values_ptr.to(tl.pointer_type(tl.int32)) if IN_FP8 else values_ptr
+    key_at = (keys * NUM_KV_HEADS + kv_head)[:, None] * HEAD_DIM + lanes[None, :]
+    value_at = (keys * NUM_KV_HEADS + kv_head)[None, :] * (HEAD_DIM // PACKED) + packs[:, None]
 
     while (unit < range_end) & (worker < workers):
         begin = tl.load(kv_indptr_ptr + row)
@@ -204,54 +216,47 @@ def decode_attention_kernel(
                 after = (end - first_block - 1) * BLOCK_TOKENS + tl.load(last_block_tokens_ptr + row)
                 first_token = tl.maximum(after - WINDOW, 0)
                 # Not in a tile without any key: its maximum would be that of nothing.
-                first_start = first_token // TILE_TOKENS * TILE_TOKENS
-            q_at = (first_row + members).to(tl.int64) * NUM_HEADS + head_group * Q_HEADS + q_heads
+                first_start = first_token // _TILE * _TILE
+            q_at = (first_row + members).to(tl.int64) * NUM_HEADS + q_heads
             q_inside = members < num_members
             q = tl.load(q_ptr + q_at[:, None] * HEAD_DIM + lanes[None, :], mask=q_inside[:, None], other=0.0)
-            if keys_ptr.dtype.element_ty == tl.float8e4nv and q.dtype == tl.bfloat16:
+            if IN_FP8 and q.dtype == tl.bfloat16:
                 # FP8 becomes fp16 in one instruction, bfloat16 in four.
                 q = tl.clamp(q.to(tl.float32), -65504.0, 65504.0).to(tl.float16)
             peak = tl.full((Q_BLOCK,), -float("inf"), tl.float32)
             mass = tl.zeros((Q_BLOCK,), tl.float32)
-            sums = tl.zeros((Q_BLOCK, HEAD_DIM), tl.float32)
+            zeros = tl.zeros((HEAD_DIM // PACKED, Q_BLOCK), tl.float32)
             if CONTINUE:
                 num_blocks = tl.load(block_indptr_ptr + row + 1) - tl.load(block_indptr_ptr + row)
                 goes_on = members < tl.where(starts_here & (num_blocks > end - begin), 1, 0)
                 peak = tl.load(prefix_lse_ptr + q_at, mask=goes_on, other=-float("inf"))
                 mass = tl.where(goes_on, 1.0, 0.0)
-                prefix_ptrs = prefix_ptr + q_at[:, None] * HEAD_DIM + lanes[None, :]
-                sums = tl.load(prefix_ptrs, mask=goes_on[:, None], other=0.0)
-            ids = _block_ids(ids_ptr, first_start, key_tokens, num_tokens, TILE_TOKENS, BLOCK_TOKENS)
-            for start in tl.range(first_start, num_tokens, TILE_TOKENS, num_stages=STAGES):
-                tokens = start + key_tokens
-                inside = tokens < num_tokens
+                prefix_ptrs = prefix_ptr + q_at[None, :] * HEAD_DIM + lanes[:, None]
+                zeros = tl.load(prefix_ptrs, mask=goes_on[None, :], other=0.0)
+            sums = (zeros, zeros, zeros, zeros) if IN_FP8 else (zeros,)
+            block = tl.load(ids_ptr + first_start // BLOCK_TOKENS)
+            for start in tl.range(first_start, num_tokens, _TILE, num_stages=3):
+                inside = start + keys < num_tokens
                 if WINDOW > 0:
-                    inside &= tokens >= first_token
-                block = ids.to(tl.int64)
+                    inside &= start + keys >= first_token
+                token = block.to(tl.int64) * BLOCK_TOKENS + start % BLOCK_TOKENS
                 # Read a tile ahead: dependent loads within a tile would cost pipeline stages.
-                ids = _block_ids(ids_ptr, start + TILE_TOKENS, key_tokens, num_tokens, TILE_TOKENS, BLOCK_TOKENS)
-                if BLOCK_TOKENS % TILE_TOKENS == 0:
-                    tile_at = block * BLOCK_STRIDE + (start % BLOCK_TOKENS) * TOKEN_STRIDE
-                    at = (key_tokens * TOKEN_STRIDE + at_heads)[:, None] + lanes[None, :]
-                    key_ptrs = keys_ptr + tile_at + at
-                    value_ptrs = values_ptr + tile_at + at
-                else:
-                    key_at = block * BLOCK_STRIDE + (tokens % BLOCK_TOKENS) * TOKEN_STRIDE + at_heads
-                    key_ptrs = keys_ptr + key_at[:, None] + lanes[None, :]
-                    value_ptrs = values_ptr + key_at[:, None] + lanes[None, :]
+                after = start + _TILE
+                block = tl.load(ids_ptr + after // BLOCK_TOKENS, mask=after < num_tokens, other=0)
+                key_ptrs = keys_ptr + token * (NUM_KV_HEADS * HEAD_DIM) + key_at
+                value_ptrs = packed_ptr + token * (NUM_KV_HEADS * HEAD_DIM // PACKED) + value_at
                 k = tl.load(key_ptrs, mask=inside[:, None], other=0.0, eviction_policy="evict_first")
-                k = _of_cache(k, q.dtype)
-                scores = tl.dot(q, k.T, input_precision="ieee") * scale_log2
-                scores = tl.where(inside[None, :] & same_head, scores, -float("inf"))
-                new_peak = tl.maximum(peak, tl.max(scores, axis=1))
-                weights = tl.exp2(scores - new_peak[:, None])
+                k = fp8_to_half(k).to(q.dtype) if IN_FP8 else k.to(q.dtype)
+                scores = tl.dot(k, q.T, input_precision="ieee") * scale_log2
+                scores = tl.where(inside[:, None], scores, -float("inf"))
+                new_peak = tl.maximum(peak, tl.max(scores, axis=0))
+                weights = tl.exp2(scores - new_peak[None, :])
                 shrink = tl.exp2(peak - new_peak)
                 peak = new_peak
-                mass = mass * shrink + tl.sum(weights, axis=1)
-                v = tl.load(value_ptrs, mask=inside[:, None], other=0.0, eviction_policy="evict_first")
-                v = _of_cache(v, q.dtype)
-                sums = tl.dot(weights.to(v.dtype), v, sums * shrink[:, None], input_precision="ieee")
-            attended = sums / mass[:, None]
+                mass = mass * shrink + tl.sum(weights, axis=0)
+                v = tl.load(value_ptrs, mask=inside[None, :], other=0, eviction_policy="evict_first")
+                sums = _shrunk_plus_each(sums, v, weights.to(q.dtype), shrink)
+            attended = _by_query(sums, IN_FP8) / mass[:, None]
             if starts_here & (last_block == end):
                 out_ptrs = out_ptr + q_at[:, None] * HEAD_DIM + lanes[None, :]
                 tl.store(out_ptrs, attended.to(out_ptr.dtype.element_ty), mask=q_inside[:, None])
@@ -260,7 +265,7 @@ def decode_attention_kernel(
             else:
                 # The first sequence of a range goes into the worker's first slot, the last into its second.
                 slot = 2 * worker + starts_here.to(tl.int32)
-                heads = members * NUM_HEADS + head_group * Q_HEADS + q_heads
+                heads = members * NUM_HEADS + q_heads
                 partial_at = slot * (MEMBERS * NUM_HEADS) + heads
                 partial_ptrs = partial_ptr + partial_at[:, None] * HEAD_DIM + lanes[None, :]
                 tl.store(partial_ptrs, attended, mask=q_inside[:, None])
@@ -268,7 +273,7 @@ def decode_attention_kernel(
                 if COMBINE:
                     first = _worker_of(first_unit, total, workers)
                     last = _worker_of(first_unit + end - begin - 1, total, workers)
-                    arrived_at = arrived_ptr + row * HEAD_GROUPS + head_group
+                    arrived_at = arrived_ptr + row * NUM_KV_HEADS + kv_head
                     # All threads of the program have written before one of them announces it.
                     tl.debug_barrier()
                     if tl.atomic_add(arrived_at, 1, sem="acq_rel", scope="gpu") == last - first:

@@ -34,6 +34,32 @@ def fp8_to_half(x):
 
 
 @triton.jit
+def words_to_half(x):
+    """The four FP8 numbers of each int32 as fp16, exactly."""
+    if _IS_INTERPRETED:
+        first, second, third, last = x, x >> 8, x >> 16, x >> 24
+        return (
+            first.to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float16),
+            second.to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float16),
+            third.to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float16),
+            last.to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float16),
+        )
+    else:
+        return tl.inline_asm_elementwise(
+            "{ .reg .b32 low, high; .reg .b16 a, b, c, d;"
+            " prmt.b32 low, $4, $5, 0x5140; prmt.b32 high, $4, $5, 0x7362;"
+            " mov.b32 {a, b}, low; mov.b32 {c, d}, high;"
+            " cvt.rn.f16x2.e4m3x2 $0, a; cvt.rn.f16x2.e4m3x2 $1, b;"
+            " cvt.rn.f16x2.e4m3x2 $2, c; cvt.rn.f16x2.e4m3x2 $3, d; }",
+            constraints="=r,=r,=r,=r,r,r",
+            args=[x],
+            dtype=(tl.float16, tl.float16, tl.float16, tl.float16),
+            is_pure=True,
+            pack=2,
+        )
+
+
+@triton.jit
 def _store_quantized(x, values_ptr, scales_ptr, row, columns, width, GROUP: tl.constexpr):
     """Write a row, [groups, GROUP], in FP8, and its scales."""
     num_groups = tl.cdiv(width, GROUP)
