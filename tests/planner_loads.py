@@ -21,9 +21,13 @@ def model() -> TableModel:
     return TableModel(h200_table(), LLAMA_8B)
 
 
-def planner(policy: str = "auto", *, max_chunk_tokens: int = MAX_CHUNK) -> Planner:
+def planner(policy: str = "auto", *, max_chunk_tokens: int = MAX_CHUNK, lone_rows: int = 1) -> Planner:
     return Planner(
-        Policy.parse(policy), max_chunk_tokens=max_chunk_tokens, decode_sms=model().decode_sms, model=model()
+        Policy.parse(policy),
+        max_chunk_tokens=max_chunk_tokens,
+        decode_sms=model().decode_sms,
+        model=model(),
+        lone_rows=lone_rows,
     )
 
 

@@ -252,7 +252,7 @@ class EngineCore:
         prompt_rows = 0 if scheduled.step.prefill is None else len(scheduled.step.prefill.token_ids)
         some_wait = any(x.scheduled.step.bitmasks is not None for x in self.in_flight["decode"])
         predicted_ms = plan.decode_ms if prompt_rows >= chunk_tokens and not some_wait else None
-        self._submit(scheduled, Placement("decode", partition), plan, predicted_ms)
+        self._submit(scheduled, Placement("decode", partition, least_rows=plan.least_rows), plan, predicted_ms)
         return True
 
     def _prefill_slice(self, plan: Plan) -> bool:

@@ -156,6 +156,7 @@ class Engine:
             model=self._performance,
             corrections=self._corrections,
             eager_layer_ms=self._eager_layer_ms,
+            lone_rows=executor.lone_rows,
         )
         scheduler = Scheduler(
             num_blocks=self.memory.num_kv_blocks,

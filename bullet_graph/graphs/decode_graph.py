@@ -135,13 +135,14 @@ class DecodeGraphs:
         torch.cuda.current_stream().wait_stream(stream)
         self._captured[key, shared is not None] = graph, token_ids
 
-    def run(self, inputs: DecodeInputs, partition: SmPartition = WHOLE_GPU) -> Tensor:
-        """Enqueue a decode step on the current stream.
+    def run(self, inputs: DecodeInputs, partition: SmPartition = WHOLE_GPU, least_rows: int = 1) -> Tensor:
+        """Enqueue a decode step on the current stream, padded to ``least_rows`` if there is such a graph.
 
         Returns [n] int32 sampled tokens, valid until the next step runs; their logits are in :meth:`logits`.
         """
         rows = len(inputs.slots)
-        key = GraphKey(smallest_holding(rows, self._sizes.get(partition, ())) or rows, partition)
+        sizes = self._sizes.get(partition, ())
+        key = GraphKey(smallest_holding(max(rows, least_rows), sizes) or rows, partition)
         if (key, False) not in self._captured:
             raise ConfigError(f"no decode graph was captured for {key}; captured: {len(self._captured)} graphs")
         padded, shared = self._pad(inputs, key.batch_size), None

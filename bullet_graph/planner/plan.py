@@ -117,6 +117,7 @@ class Plan:
         decode_ms, slice_ms: predicted device times of the decode lane's next forward and of the next slice; None
             without a prediction.
         interval_ms: least time from the decode lane's last launch to this one, to save energy; 0 for none.
+        least_rows: rows to which decode rows alone are padded, to save energy.
         options: those weighed; empty if there was no choice.
     """
 
@@ -129,5 +130,6 @@ class Plan:
     decode_ms: float | None = None
     slice_ms: float | None = None
     interval_ms: float = 0.0
+    least_rows: int = 1
     bound: Bound = "nothing"
     options: tuple[Option, ...] = ()

@@ -22,6 +22,7 @@ class Planner:
             decode rows. The policy may lower it to ``max_rows``.
         decode_sms: sizes of the decode lane, in SMs, that have captured graphs and that the model knows.
         eager_layer_ms: host time to launch one layer kernel by kernel.
+        lone_rows: see :class:`~bullet_graph.runtime.executor.Executor`.
 
     Attributes:
         max_batch_sizes: most rows of a decode step on a lane, by its SMs; a lane that is not in it takes any.
@@ -38,6 +39,7 @@ class Planner:
         model: PerformanceModel | None,
         corrections: Corrections | None = None,
         eager_layer_ms: float = GENERIC.eager_layer_ms,
+        lone_rows: int = 1,
     ) -> None:
         if model is None and policy.name == "split":
             raise ConfigError(
@@ -52,7 +54,7 @@ class Planner:
                 f"captured and measured are {', '.join(map(str, decode_sms)) or 'none'}: choose one of them, or add "
                 "it to decode_sms and to the performance table"
             )
-        self.policy = policy
+        self.policy, self._lone_rows = policy, lone_rows
         self.max_rows = min(policy.chunk_tokens or max_chunk_tokens, max_chunk_tokens)
         self._decode_sms = tuple(sorted(decode_sms if policy.decode_sms is None else (policy.decode_sms,)))
         self.max_batch_sizes: Mapping[int, int] = {}
@@ -97,7 +99,11 @@ class Planner:
                 return Plan("solo", decode=decode is not None)
             ms = predictor.decode_ms(decode.batch_size, decode.kv_tokens)
             interval_ms = self._unhurried_ms(decode, ms) if self.policy.name == "auto" else 0.0
-            return Plan("solo", decode=True, decode_ms=ms, interval_ms=interval_ms)
+            rows = max(self._lone_rows, decode.batch_size)
+            padded_ms = predictor.decode_ms(rows, decode.kv_tokens)
+            if padded_ms > interval_ms:
+                return Plan("solo", decode=True, decode_ms=ms, interval_ms=interval_ms)
+            return Plan("solo", decode=True, decode_ms=padded_ms, interval_ms=interval_ms, least_rows=rows)
         if predictor is None:
             return self._unpredicted(decode)
         backlog = Backlog(load, predictor)

@@ -25,6 +25,8 @@ class Executor(ABC):
     """SMs of the GPU; None on the CPU."""
     has_prefill_lane: bool = True
     """Steps may be placed on the prefill lane."""
+    lone_rows: int = 1
+    """Rows of the step that costs least energy for a sequence alone: 2 where a row of padding saves some."""
     partitions: Sequence[SmPartition] = (WHOLE_GPU,)
     """Partitions that steps may be placed on, the whole GPU among them."""
 

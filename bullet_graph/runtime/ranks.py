@@ -293,6 +293,7 @@ class RankedExecutor(Executor):
         self.num_sms = local.num_sms
         self.has_prefill_lane = local.has_prefill_lane
         self.partitions = local.partitions
+        self.lone_rows = local.lone_rows
 
     def max_batch_size(self, partition: SmPartition) -> int | None:
         return self._local.max_batch_size(partition)

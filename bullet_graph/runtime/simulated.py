@@ -89,12 +89,14 @@ class SimulatedExecutor(Executor):
         host_overhead_ms: float = 0.0,
         eager_layer_ms: float = 0.0,
         block_bytes: int | None = None,
+        lone_rows: int = 1,
         on_step: Callable[[StepRecord], object] = lambda _: None,
     ) -> None:
         self._model = model
         self._max_batch_sizes = max_batch_sizes
         self._on_step = on_step
         self._block_bytes = block_bytes
+        self.lone_rows = lone_rows
         self.num_sms = model.num_sms
         self.partitions: Sequence[SmPartition] = tuple(dict.fromkeys((WHOLE_GPU, *partitions)))
         self._host_overhead_s = host_overhead_ms / 1e3
@@ -198,7 +200,7 @@ class SimulatedExecutor(Executor):
         if not work.batch_size:
             return self._model.prefill(work.tokens, work.pairs, sms).ms
         if not work.tokens:
-            return self._model.decode(work.batch_size, work.kv_tokens, sms).ms
+            return self._model.decode(max(work.batch_size, placement.least_rows), work.kv_tokens, sms).ms
         return self._model.mixed(work.tokens, work.pairs, work.batch_size, work.kv_tokens).ms
 
     def _beside_ms(self, decode: _Job, prefill: _Job) -> dict[Lane, float]:

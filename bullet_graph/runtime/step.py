@@ -124,7 +124,8 @@ class Placement:
     """Where a step runs, and which of its layers; decode rows run on the decode lane only.
 
     It continues the lane's step at ``first_layer`` (0 begins one) and stops before ``last_layer`` (None: it samples).
-    With ``takes_turns`` it begins, on the device, after all earlier launches of the other lane.
+    With ``takes_turns`` it begins, on the device, after all earlier launches of the other lane. Steps of decode rows
+    alone are padded to ``least_rows``.
     """
 
     lane: Lane = "decode"
@@ -132,6 +133,7 @@ class Placement:
     first_layer: int = 0
     last_layer: int | None = None
     takes_turns: bool = False
+    least_rows: int = 1
 
 
 @dataclass(frozen=True, slots=True)

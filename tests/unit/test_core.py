@@ -312,6 +312,18 @@ def test_decode_alone_is_unhurried_until_a_prompt_comes() -> None:
     assert both[10] == pytest.approx(in_a_pause_s, abs=1e-4)
 
 
+def test_a_sequence_alone_is_padded_while_it_is_unhurried() -> None:
+    executor = CheckedExecutor()
+    loop = CoreLoop(planner_of(lone_rows=2), executor=executor)
+    slo = Slo(ttft_ms=500, tpot_ms=100)
+    loop.run(arrivals=[(0.0, 10, 20, slo), (0.1, 10, 5, slo)])
+    decoding = [launch for launch in executor.launches if launch.step.prefill is None]
+    assert {launch.placement.least_rows for launch in decoding} == {2}
+    # Of the corrections, none has to learn of the padding.
+    assert loop.core.planner.corrections["solo", "step"] == pytest.approx(1.0, abs=0.02)
+
+
+
 def test_a_planner_that_launches_nothing_is_an_error_not_an_endless_loop() -> None:
     loop = CoreLoop(_Scripted(*[Plan("solo", decode=False)] * 2))
     assert loop.core.step() == []

@@ -55,6 +55,16 @@ class TestWithoutChoice:
         assert planner("mixed").plan(load).interval_ms == 0.0
         assert planner("auto").plan(load_of(decoding(64, tpot=tpot), 100)).interval_ms == 0.0
 
+    @pytest.mark.parametrize(("batch_size", "tpot"), [(1, 15.0), (1, 6.0), (2, 15.0), (1, math.inf)])
+    def test_an_unhurried_sequence_alone_is_padded_if_there_is_time(self, batch_size: int, tpot: float) -> None:
+        load = load_of(decoding(batch_size, tpot=tpot))
+        plan, unpadded = planner(lone_rows=2).plan(load), planner().plan(load)
+        ms, padded_ms = (model().decode(max(rows, batch_size), batch_size * 1000).ms for rows in (1, 2))
+        is_padded = padded_ms <= TUNING.unhurried_share * tpot < math.inf
+        assert plan.decode_ms == (padded_ms if is_padded else ms)
+        assert plan.least_rows == (2 if is_padded else 1)
+        assert (plan.interval_ms, unpadded.decode_ms) == (unpadded.interval_ms, ms)
+
     @pytest.mark.parametrize("policy", ["mixed", "split", "auto"])
     def test_prompts_only_run_as_whole_chunks_on_the_decode_lane(self, policy: str) -> None:
         plan = planner(policy).plan(load_of(None, 1000, 2000))
