@@ -82,7 +82,7 @@ class DecodeGraphs:
         self._compiler = compiler
         self._ops = TritonOps(communicator=communicator)
         gpu = Gpu.of(decoder.cos_sin.device)
-        self._overlapping = eager_functions(TritonOps(communicator=communicator, overlaps=gpu.overlaps_launches))
+        self._eager = eager_functions(self._ops)
         self._compiled: LayerFunctions | None = None
         device = decoder.cos_sin.device
         self._attention = TritonDecodeAttention(decoder.config, decoder.cache, max_rows=max_batch_size, gpu=gpu)
@@ -161,7 +161,7 @@ class DecodeGraphs:
         config = self._decoder.config
         # Experts in 16 bits were not measured, but for one row (bench/LOG.md).
         if rows == 1 or config.fp8 is not None or (rows <= FEW_ROWS and not config.num_experts):
-            return self._overlapping
+            return self._eager
         if self._compiled is None:
             self._compiled = compiled_functions(
                 self._decoder, self._ops, TritonNormOps(), self.batch_sizes[-1], self._compiler

@@ -225,7 +225,7 @@ class TritonDecodeAttention:
             LEAST_UNITS=settings.group_units,
             CONTINUE=goes_on,
             COMBINE=combines,
-            PDL=self._overlap_launches and not combines,
+            TRIGGER=self._overlap_launches and not combines,
             num_warps=4 if members > 1 else settings.num_warps,
             maxnreg=None if members > 1 else settings.max_registers,
         )
@@ -233,7 +233,7 @@ class TritonDecodeAttention:
     def _combination(self, rows: int, workers: int) -> Callable[..., None]:
         config = self._config
         return partial(
-            quick(combine_partials_kernel, self._overlap_launches)[rows, config.num_heads],
+            quick(combine_partials_kernel)[rows, config.num_heads],
             num_rows=rows,
             workers=workers,
             NUM_HEADS=config.num_heads,

@@ -124,7 +124,7 @@ def decode_attention_kernel(
     LEAST_UNITS: tl.constexpr,
     CONTINUE: tl.constexpr,
     COMBINE: tl.constexpr,
-    PDL: tl.constexpr,
+    TRIGGER: tl.constexpr,
 ):
     """One range of blocks of KV_HEADS key heads per program, sequence after sequence, TILE keys at a time.
 
@@ -141,7 +141,7 @@ def decode_attention_kernel(
     blocks of the window alone, and ``block_indptr_ptr`` says where all blocks of each sequence are.
 
     With COMBINE, the program that writes the last of a sequence's partial results adds them up. The programs count them
-    in ``arrived_ptr`` [rows, head groups], which is zero before and after.
+    in ``arrived_ptr`` [rows, head groups], which is zero before and after. With TRIGGER, the launch behind may start.
     """
     HEAD_GROUPS: tl.constexpr = NUM_KV_HEADS // KV_HEADS
     Q_HEADS: tl.constexpr = NUM_HEADS // HEAD_GROUPS
@@ -149,7 +149,7 @@ def decode_attention_kernel(
     TILE_TOKENS: tl.constexpr = TILE // KV_HEADS
     TOKEN_STRIDE: tl.constexpr = NUM_KV_HEADS * HEAD_DIM
     BLOCK_STRIDE: tl.constexpr = BLOCK_TOKENS * TOKEN_STRIDE
-    if PDL:
+    if TRIGGER:
         gdc_launch_dependents()
     worker = tl.program_id(0) // HEAD_GROUPS
     head_group = tl.program_id(0) % HEAD_GROUPS

@@ -27,12 +27,11 @@ def are_few(x: Tensor | Quantized, linear: Linear) -> TypeGuard[Tensor]:
     return len(x) == 1 or (linear.scale is None and x.element_size() == 2 and linear.weight.nbytes <= _MOST_BYTES)
 
 
-def few_rows(x: Tensor, linear: Linear, out: Tensor | None = None, *, glu: int = 0, overlaps: bool = False) -> Tensor:
+def few_rows(x: Tensor, linear: Linear, out: Tensor | None = None, *, glu: int = 0) -> Tensor:
     """Project rows [rows, in_features] in 16 bits into ``out`` [rows, out_features] or new memory.
 
     With ``glu``, outputs are gate's, then up's, and the result is silu(gate) * up (1) or gelu(gate) * up (2), [rows,
-    out_features / 2], rounded once. Needs :func:`are_few`. ``overlaps``: see
-    :class:`~bullet_graph.kernels.launch.Launcher`.
+    out_features / 2], rounded once. Needs :func:`are_few`.
     """
     weight, bias, scale, _ = linear
     rows, (out_features, in_features) = len(x), weight.shape
@@ -41,7 +40,7 @@ def few_rows(x: Tensor, linear: Linear, out: Tensor | None = None, *, glu: int =
     sizes = {"OUT_FEATURES": out_features, "IN_FEATURES": in_features, "GLU": glu}
     most = in_features & -in_features
     if rows > 1:
-        quick(matmul_kernel, overlaps)[(triton.cdiv(out_features, 32),)](
+        quick(matmul_kernel)[(triton.cdiv(out_features, 32),)](
             *(x, None, weight, None, bias, out, rows),
             **sizes,
             BLOCK_M=FEW_ROWS,
@@ -55,7 +54,7 @@ def few_rows(x: Tensor, linear: Linear, out: Tensor | None = None, *, glu: int =
         return out
     # Two outputs share the row's conversion to float32 (bench/LOG.md).
     features = 1 if out_features % 2 else 2
-    quick(one_row_kernel, overlaps)[(out_features // features,)](
+    quick(one_row_kernel)[(out_features // features,)](
         *(x, weight, scale, bias, out),
         **sizes,
         CHANNELS=0 if scale is None else 1 if len(scale) == out_features else FP8_BLOCK,

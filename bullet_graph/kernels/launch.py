@@ -10,6 +10,8 @@ from typing import Any
 
 from torch import Tensor
 
+from bullet_graph.kernels.gpu import Gpu
+
 _ALIGNMENT = 16
 """Triton compiles a kernel anew for addresses, and whole numbers, that are no multiples of this."""
 
@@ -20,13 +22,13 @@ class Launcher:
     Triton is asked at the first launch with these constants, options, and kinds of arguments: dtype and alignment of
     tensors, what Triton compiles numbers by. Arguments are in the signature's order; those by name are its last.
 
-    With ``overlaps``, a launch starts while the one before runs (programmatic dependent launch); its kernel must call
-    ``triton_kernels.wait_for_earlier`` before it reads what others write, and before it writes. None: it cannot.
+    A kernel with a parameter ``PDL`` starts while the launch before runs (programmatic dependent launch), if the GPU
+    can do so. It must call ``triton_kernels.wait_for_earlier`` before it reads what others write, and before it writes.
     """
 
-    def __init__(self, kernel: Any, overlaps: bool | None = None) -> None:
+    def __init__(self, kernel: Any) -> None:
         self._kernel, self._names = kernel, tuple(kernel.arg_names)
-        self._options = {} if overlaps is None else {"PDL": overlaps, "launch_pdl": overlaps}
+        self._options: dict[str, bool] | None = None if "PDL" in self._names else {}
         self._compiled: dict[tuple[object, ...], Any] = {}
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
@@ -37,6 +39,10 @@ class Launcher:
             (x.dtype, x.get_device(), x.data_ptr() % _ALIGNMENT == 0) if isinstance(x, Tensor) else _kind(x)
             for x in arguments
         ]
+        if self._options is None:
+            tensors = [x for x in arguments if isinstance(x, Tensor)]
+            overlaps = tensors[0].is_cuda and Gpu.of(tensors[0].device).overlaps_launches
+            self._options = {"PDL": overlaps, "launch_pdl": overlaps}
         named |= self._options
         key = (*kinds, *named.items())
         if (compiled := self._compiled.get(key)) is None:
@@ -55,4 +61,4 @@ def _kind(value: Any) -> object:
 
 
 quick = cache(Launcher)
-"""The one launcher of each kernel and ``overlaps``."""
+"""The one launcher of each kernel."""

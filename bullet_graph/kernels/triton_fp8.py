@@ -38,19 +38,19 @@ def new_quantized(like: Tensor, rows: int, width: int, group: int) -> tuple[Quan
     }
 
 
-def quantize(x: Tensor, group: int, overlaps: bool = False) -> Quantized:
+def quantize(x: Tensor, group: int) -> Quantized:
     """See :func:`bullet_graph.kernels.fp8.quantize`."""
     rows, width = x.shape
     out, sizes = new_quantized(x, rows, width, group)
     if rows:
-        quick(fp8_kernels.quantize_kernel, overlaps)[(rows,)](x, out.values, out.scales, width, **sizes)
+        quick(fp8_kernels.quantize_kernel)[(rows,)](x, out.values, out.scales, width, **sizes)
     return out
 
 
-def linear_fp8(x: Quantized, linear: Linear, out: Tensor | None, overlaps: bool = False) -> Tensor:
+def linear_fp8(x: Quantized, linear: Linear, out: Tensor | None) -> Tensor:
     """The product for this number of rows and these scales."""
     if _is_own(x, linear):
-        return matmul_fp8(x, linear, out, overlaps=overlaps)
+        return matmul_fp8(x, linear, out)
     return TorchOps().linear(x, linear, out)
 
 
@@ -67,9 +67,7 @@ def _is_own(x: Quantized, linear: Linear) -> bool:
     return is_small or len(linear.scale) != out_features
 
 
-def matmul_fp8(
-    x: Quantized, linear: Linear, out: Tensor | None = None, *, glu: int = 0, overlaps: bool = False
-) -> Tensor:
+def matmul_fp8(x: Quantized, linear: Linear, out: Tensor | None = None, *, glu: int = 0) -> Tensor:
     """As :func:`bullet_graph.kernels.fp8.linear_fp8`, by a Triton kernel; ``glu`` as in :func:`few_rows`."""
     weight, bias, scale, _ = linear
     assert scale is not None
@@ -88,7 +86,7 @@ def matmul_fp8(
         # Few programs: each has more of the weights on their way.
         block_n, block_k, stages, num_warps = 64, 256 if is_row_wise else 128, 6 if block_m < 128 else 4, 4
     if tiles := triton.cdiv(rows, block_m) * triton.cdiv(out_features, block_n):
-        quick(fp8_kernels.matmul_kernel, overlaps)[(tiles,)](
+        quick(fp8_kernels.matmul_kernel)[(tiles,)](
             *(x.values, x.scales, weight, scale, bias, out, rows),
             OUT_FEATURES=out_features,
             IN_FEATURES=in_features,

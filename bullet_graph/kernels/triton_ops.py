@@ -46,15 +46,12 @@ class TritonOps(TorchOps):
     """Triton's kernels; all tensors contiguous, on one device.
 
     ``gpu`` is for streams that have all of its SMs; without it, no kernel runs whose grid is laid out for all SMs.
-    With ``overlaps``, norms with a residual, rotation, quantization and our own products of rows start while the launch
-    before runs, see :class:`~bullet_graph.kernels.launch.Launcher`. Experts, and all else, do not.
+    Norms with a residual, rotation, quantization and our own products of rows start while the launch before runs, see
+    :class:`~bullet_graph.kernels.launch.Launcher`. Experts, and all else, do not.
     """
 
-    def __init__(
-        self, gpu: Gpu | None = None, communicator: Communicator | None = None, *, overlaps: bool = False
-    ) -> None:
+    def __init__(self, gpu: Gpu | None = None, communicator: Communicator | None = None) -> None:
         super().__init__(communicator)
-        self._overlaps = overlaps
         self._fused_swiglu_sms = gpu.num_sms if gpu is not None and gpu.is_hopper else 0
 
     def add_rms_norm(
@@ -64,7 +61,7 @@ class TritonOps(TorchOps):
         normed = torch.empty_like(x)
         summed = torch.empty_like(x) if summed is None else summed
         if rows:
-            quick(triton_kernels.add_rms_norm_kernel, self._overlaps)[(rows,)](
+            quick(triton_kernels.add_rms_norm_kernel)[(rows,)](
                 x, residual, weight, normed, summed, hidden_size, eps, **_row_layout(hidden_size)
             )
         return normed, summed
@@ -76,13 +73,13 @@ class TritonOps(TorchOps):
         out, sizes = new_quantized(x, rows, hidden_size, group)
         summed = torch.empty_like(x) if summed is None else summed
         if rows:
-            quick(fp8_kernels.add_rms_norm_quantize_kernel, self._overlaps)[(rows,)](
+            quick(fp8_kernels.add_rms_norm_quantize_kernel)[(rows,)](
                 x, residual, weight, out.values, out.scales, summed, hidden_size, eps, **sizes
             )
         return out, summed
 
     def quantize(self, x: Tensor, group: int) -> Quantized:
-        return triton_fp8.quantize(x, group, self._overlaps)
+        return triton_fp8.quantize(x, group)
 
     @staticmethod
     def rms_norm_(x: Tensor, weight: Tensor, eps: float) -> None:
@@ -92,9 +89,9 @@ class TritonOps(TorchOps):
 
     def linear(self, x: Tensor | Quantized, linear: Linear, out: Tensor | None = None) -> Tensor:
         if isinstance(x, Quantized):
-            return linear_fp8(x, linear, out, self._overlaps)
+            return linear_fp8(x, linear, out)
         if are_few(x, linear):
-            return few_rows(x, linear, out, overlaps=self._overlaps)
+            return few_rows(x, linear, out)
         return super().linear(x, linear, out)
 
     @staticmethod
@@ -115,7 +112,7 @@ class TritonOps(TorchOps):
         rows, intermediate_size = gate_up.shape[0], gate_up.shape[1] // 2
         out, sizes = new_quantized(gate_up, rows, intermediate_size, group)
         if rows:
-            quick(fp8_kernels.act_and_mul_quantize_kernel, self._overlaps)[(rows,)](
+            quick(fp8_kernels.act_and_mul_quantize_kernel)[(rows,)](
                 gate_up, out.values, out.scales, intermediate_size, GELU=gelu, **sizes
             )
         return out
@@ -125,9 +122,9 @@ class TritonOps(TorchOps):
     ) -> Tensor | Quantized:
         # Few rows, and many rows on Hopper, take one launch, which rounds once.
         if group is None and are_few(x, gate_up):
-            return few_rows(x, gate_up, glu=2 if gelu else 1, overlaps=self._overlaps)
+            return few_rows(x, gate_up, glu=2 if gelu else 1)
         if isinstance(x, Quantized) and can_gate(x, gate_up):
-            gated = matmul_fp8(x, gate_up, glu=2 if gelu else 1, overlaps=self._overlaps)
+            gated = matmul_fp8(x, gate_up, glu=2 if gelu else 1)
             return gated if group is None else self.quantize(gated, group)
         fused = self._fused_swiglu_sms and len(x) >= FUSED_SWIGLU_MIN_ROWS and not gelu
         if fused and group is None and isinstance(x, Tensor) and can_fuse(x, gate_up.weight):
@@ -144,7 +141,7 @@ class TritonOps(TorchOps):
         rows, heads = len(qkv), qkv.shape[1] // head_dim
         num_heads = heads - 2 * num_kv_heads
         q = qkv.new_empty(rows, num_heads, head_dim) if out is None else out
-        quick(triton_kernels.rope_and_cache_kernel, self._overlaps)[(rows, triton.cdiv(heads, _HEADS_BLOCK))](
+        quick(triton_kernels.rope_and_cache_kernel)[(rows, triton.cdiv(heads, _HEADS_BLOCK))](
             *(qkv, inputs.positions, inputs.kv_slots, inputs.cos_sin),
             *((None, None) if norms is None else (norms.q, norms.k)),
             *(q, *cache, 0.0 if norms is None else norms.eps),

@@ -9,6 +9,8 @@ from transformers import AutoTokenizer
 
 from bullet_graph import Engine, SamplingParams
 from bullet_graph.kernels.fp8 import dequantize_weight, linear_fp8, quantize_weight
+from bullet_graph.kernels.gpu import Gpu
+from bullet_graph.kernels.launch import quick
 from bullet_graph.kernels.ops import Linear, RowInputs, TorchOps
 from bullet_graph.kernels.triton_fp8 import matmul_fp8
 from bullet_graph.kernels.triton_ops import TritonOps
@@ -108,13 +110,13 @@ def test_few_rows(shape: tuple[int, int], rows: int, form: str) -> None:
 @pytest.mark.parametrize("rows", [1, 2, 17, 64])
 @pytest.mark.parametrize("variant", ["plain", "fp8", "fp8-blocks", "fp8 experts", "fp8-blocks experts"])
 @torch.inference_mode()
-def test_launches_that_overlap_compute_the_same(variant: str, rows: int) -> None:
+def test_launches_that_overlap_compute_the_same(variant: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     decoder = new_decoder(VARIANTS[variant], num_blocks=8, max_len=16, dtype=torch.bfloat16, device="cuda")
     layer, cache = decoder.weights.layers[1], decoder.cache.layer(1)
     places = torch.arange(rows, device="cuda", dtype=torch.int32)
     inputs = RowInputs(places % 16, places, decoder.cos_sin[0])
 
-    def run(ops: TritonOps) -> tuple[torch.Tensor, ...]:
+    def run() -> tuple[torch.Tensor, ...]:
         functions, (x, residual) = eager_functions(ops), start
         for _ in range(30):
             qkv, residual = functions.attention_input(x, residual, *layer.input_weights, 1e-5)
@@ -123,12 +125,16 @@ def test_launches_that_overlap_compute_the_same(variant: str, rows: int) -> None
             residual = residual / residual.norm(dim=1, keepdim=True)
         return x, residual, *(part.float() for part in cache)
 
-    start = random(rows, 128), random(rows, 128)
-    expected_parts = run(TritonOps())
-    run(TritonOps(overlaps=True))  # a capture can load no kernels
+    start, ops = (random(rows, 128), random(rows, 128)), TritonOps()
+    with monkeypatch.context() as patch:
+        patch.setattr(Gpu, "overlaps_launches", False)
+        quick.cache_clear()
+        expected_parts = run()
+    quick.cache_clear()
+    run()  # a capture can load no kernels
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):  # launched one by one, each would be done before the next comes
-        found_parts = run(TritonOps(overlaps=True))
+        found_parts = run()
     for _ in range(20):
         for half in cache:
             half.zero_()

@@ -12,6 +12,7 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="Triton is published for Linux only")
 
+from bullet_graph.kernels.gpu import Gpu
 from bullet_graph.kernels.launch import Launcher, quick
 from bullet_graph.runtime.capture_cache import _forget_kernels
 
@@ -38,7 +39,7 @@ class Compiled:
 class Kernel:
     """Stands in for a function of ``triton.jit`` of two tensors and a number."""
 
-    arg_names = ("x_ptr", "out_ptr", "rows", "WIDTH", "BLOCK")
+    arg_names: tuple[str, ...] = ("x_ptr", "out_ptr", "rows", "WIDTH", "BLOCK")
 
     def __init__(self, found: Callable[[], Compiled | None] = Compiled) -> None:
         self.found: list[Compiled | None] = []
@@ -89,11 +90,19 @@ def test_numbers_by_name_come_in_the_signature_s_order() -> None:
 
 
 @pytest.mark.parametrize("overlaps", [False, True])
-def test_a_kernel_that_can_overlap_is_told_whether_it_does(overlaps: bool) -> None:
+def test_a_kernel_that_can_overlap_does_so_where_the_gpu_can(overlaps: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Gpu, "of", lambda _: Gpu(132, (9, 0) if overlaps else (8, 0)))
+    monkeypatch.setattr(Tensor, "is_cuda", True)
     kernel = Kernel()
-    assert quick(kernel, overlaps) is not quick(kernel, not overlaps)
-    launch(quick(kernel, overlaps), at(0), at(16))
-    assert kernel.launches[0][2] == {**CONSTANTS, "num_warps": 4, "PDL": overlaps, "launch_pdl": overlaps}
+    kernel.arg_names = (*Kernel.arg_names, "PDL")
+    for _ in range(2):
+        launch(quick(kernel), at(0), at(16))
+    assert [options for *_, options in kernel.launches] == [
+        {**CONSTANTS, "num_warps": 4, "PDL": overlaps, "launch_pdl": overlaps}
+    ]
+    (found,) = kernel.found
+    assert found is not None
+    assert [arguments[2:] for _, arguments in found.launches] == [(3, 128, 64, overlaps)]
 
 
 TENSORS = ({"x": at(4)}, {"out": at(8)}, {"x": at(0).view(torch.int8)})

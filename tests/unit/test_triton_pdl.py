@@ -27,7 +27,7 @@ GIVEN = dict(  # a kernel takes those that it names
     eps="fp32", scale_ptr=F32, x_scales_ptr=F32, scales_ptr=F32, bias_ptr=None, q_norm_ptr=None, k_norm_ptr=None,
     NUM_HEADS=32, NUM_KV_HEADS=8, HEAD_DIM=128, HALF=64, HEADS_BLOCK=16, BLOCK_TOKENS=16, KV_HEADS=4, Q_BLOCK=16,
     TILE=64, ROWS_BLOCK=64, STAGES=3, WINDOW=0, MEMBERS=1, LEAST_UNITS=16, CONTINUE=False, COMBINE=False, PARTIALS=32,
-    GELU=False, GROUP=4096, BLOCK=4096, PDL=True)
+    GELU=False, GROUP=4096, BLOCK=4096, TRIGGER=False, PDL=True)
 ROW = SIZES | dict(weight_ptr=FP8, BLOCK=2048, FEATURES=2, CHANNELS=1)
 ROWS = SIZES | dict(BLOCK_M=16, BLOCK_N=64, BLOCK_K=256, GROUP=0, CHANNELS=1)
 IN_FP8 = dict(x_ptr=FP8, weight_ptr=FP8)
@@ -35,10 +35,11 @@ QUANTIZED = dict(values_ptr=FP8, out_ptr=FP8)
 ATTENTION = decode_attention_kernels.decode_attention_kernel
 COMBINATION = decode_attention_kernels.combine_partials_kernel
 CASES = {
-    **{f"{k.__name__} {pdl}": (k, dict(PDL=pdl)) for k in (ATTENTION, COMBINATION) for pdl in (False, True)},
-    "decode_attention_kernel alone": (ATTENTION, dict(PDL=False, COMBINE=True)),
-    "decode_attention_kernel groups": (ATTENTION, dict(PDL=False, COMBINE=True, MEMBERS=4, Q_BLOCK=64)),
-    "decode_attention_kernel goes on": (ATTENTION, dict(PDL=False, CONTINUE=True)),
+    **{f"{ATTENTION.__name__} {trigger}": (ATTENTION, dict(TRIGGER=trigger)) for trigger in (False, True)},
+    **{f"{COMBINATION.__name__} {pdl}": (COMBINATION, dict(PDL=pdl)) for pdl in (False, True)},
+    "decode_attention_kernel alone": (ATTENTION, dict(COMBINE=True)),
+    "decode_attention_kernel groups": (ATTENTION, dict(COMBINE=True, MEMBERS=4, Q_BLOCK=64)),
+    "decode_attention_kernel goes on": (ATTENTION, dict(CONTINUE=True)),
     "one row": (few_rows.one_row_kernel, ROW),
     "rows in FP8": (fp8_kernels.matmul_kernel, ROWS | IN_FP8),
     "SwiGLU in FP8": (fp8_kernels.matmul_kernel, ROWS | IN_FP8 | dict(GLU=1)),
