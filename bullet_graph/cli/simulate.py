@@ -177,7 +177,6 @@ class Simulator:
             capture_plan=capture_plan or self.capture_plan,
             host_overhead_ms=self._host_overhead_ms,
             block_bytes=None if self.model.fp8_kv or any(self.model.windows) else block_bytes,
-            lone_rows=1 if self.model.num_experts else 2,
         )
 
     def open_trace(self, path: Path, policy: Policy, *, overwrite: bool) -> DecisionTrace:

@@ -41,7 +41,7 @@ class SimulationSettings:
     """The engine to simulate: its configuration, and what a start would find out.
 
     Without ``decode_sms`` in the configuration there are all sizes of the performance model, unless ``capture_plan``
-    names the CUDA graphs there are. For the last three see :class:`~bullet_graph.runtime.simulated.SimulatedExecutor`.
+    names the CUDA graphs there are. For the last two see :class:`~bullet_graph.runtime.simulated.SimulatedExecutor`.
     Numbers out of range raise ConfigError at construction.
     """
 
@@ -51,7 +51,6 @@ class SimulationSettings:
     capture_plan: CapturePlan | None = None
     host_overhead_ms: float = HOST_OVERHEAD_MS
     block_bytes: int | None = None
-    lone_rows: int = 1
 
     def __post_init__(self) -> None:
         if not 0 <= self.host_overhead_ms < math.inf:
@@ -97,16 +96,11 @@ class SimulatedEngine(EngineCore):
             host_overhead_ms=settings.host_overhead_ms,
             eager_layer_ms=_EAGER_LAYERS_PER_LAUNCH * settings.host_overhead_ms,
             block_bytes=settings.block_bytes,
-            lone_rows=settings.lone_rows,
             max_batch_sizes={} if plan is None else {p: sizes[-1] for p, sizes in plan.batch_sizes.items()},
             on_step=on_step,
         )
         planner = Planner(
-            config.policy,
-            max_chunk_tokens=config.max_num_batched_tokens,
-            decode_sms=decode_sms,
-            model=model,
-            lone_rows=settings.lone_rows,
+            config.policy, max_chunk_tokens=config.max_num_batched_tokens, decode_sms=decode_sms, model=model
         )
         super().__init__(
             executor,

@@ -89,14 +89,12 @@ class SimulatedExecutor(Executor):
         host_overhead_ms: float = 0.0,
         eager_layer_ms: float = 0.0,
         block_bytes: int | None = None,
-        lone_rows: int = 1,
         on_step: Callable[[StepRecord], object] = lambda _: None,
     ) -> None:
         self._model = model
         self._max_batch_sizes = max_batch_sizes
         self._on_step = on_step
         self._block_bytes = block_bytes
-        self.lone_rows = lone_rows
         self.num_sms = model.num_sms
         self.partitions: Sequence[SmPartition] = tuple(dict.fromkeys((WHOLE_GPU, *partitions)))
         self._host_overhead_s = host_overhead_ms / 1e3

@@ -323,7 +323,6 @@ def test_a_sequence_alone_is_padded_while_it_is_unhurried() -> None:
     assert loop.core.planner.corrections["solo", "step"] == pytest.approx(1.0, abs=0.02)
 
 
-
 def test_a_planner_that_launches_nothing_is_an_error_not_an_endless_loop() -> None:
     loop = CoreLoop(_Scripted(*[Plan("solo", decode=False)] * 2))
     assert loop.core.step() == []

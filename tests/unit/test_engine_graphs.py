@@ -134,7 +134,7 @@ def make(monkeypatch: pytest.MonkeyPatch, gpu: FakeGpu) -> Make:
         monkeypatch.setattr(cuda, name, fake)
         monkeypatch.setattr(fake, "gpu", gpu, raising=False)
     decoder = SimpleNamespace(
-        cos_sin=torch.empty(1), config=SimpleNamespace(num_layers=LAYERS, vocab_size=8), weights=None
+        cos_sin=torch.empty(1), config=SimpleNamespace(num_layers=LAYERS, vocab_size=8, num_experts=0), weights=None
     )
 
     def make(clock: StartClock | None = None, **settings: Any) -> cuda.CudaExecutor:
