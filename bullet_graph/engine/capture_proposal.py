@@ -26,9 +26,9 @@ from bullet_graph.partition.masks import lane_sms
 from bullet_graph.perf.performance import PaddedModel, PerformanceModel
 from bullet_graph.runtime.simulated import StepRecord
 
-SINGLE_ROW_LOSS = 0.146
-"""Least share of a step that padding a single row costs: 4.86 ms instead of 4.24 ms, later 4.47 and 3.88, in FP8 2.85
-and 2.49, since one row has a matrix kernel of its own (bench/LOG.md). Tables are interpolated and do not show it."""
+SINGLE_ROW_LOSS = 0.116
+"""Least share of a step that padding a single row costs: 4.63 ms instead of 3.88 ms, in FP8 2.79 and 2.50, since one
+row has a matrix kernel of its own (bench/LOG.md). Tables are interpolated and do not show it."""
 
 LEAST_SPLIT_GAIN = 0.05
 """Least share of its step that a split gains over taking turns: the planner chose it for throughput or for a target."""

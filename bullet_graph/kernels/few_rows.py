@@ -82,8 +82,8 @@ def one_row_kernel(
 ):
     """FEATURES outputs a program: the products of one row with so many rows of the weights, read past the L2.
 
-    CHANNELS rows of weights share a scale: 0 none, 1 a scale for a row, more for as many columns, too. GLU is as in
-    ``matmul_kernel``.
+    CHANNELS rows of weights share a scale: 0 none, 1 a scale for a row, more for as many columns, too. With GLU, every
+    other feature is up's, beside gate's of the same column.
     """
     first = tl.program_id(0).to(tl.int64) * FEATURES
     each = tl.arange(0, FEATURES)

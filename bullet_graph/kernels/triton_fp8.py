@@ -15,8 +15,8 @@ _MOST_OWN_ROWS, _OWN_OUTPUTS = 256, 2**21
 
 Measured on an H200 with llama-3.1-8b's shapes (bench/LOG.md): 64 rows of down take 20 instead of 37 µs."""
 _MOST_GATED_ROWS = 64
-"""With 128 × 128 blocks of scales, SwiGLU in the product saves 4 to 13 % at 16 and 64 rows, and costs 15 to 20 % from
-300 on (H200; 128 rows were not measured)."""
+"""With 128 × 128 blocks of scales, SwiGLU in the product saves 4 to 13 % at 16 and 64 rows, and costs 12 to 21 % from
+300 on (H200, bench/LOG.md). Between them, and from 65 on with scales of channels, nothing was measured."""
 _WIDE = 16384
 """From so many output features on, there are tiles enough for all SMs."""
 _SMS = 132
@@ -80,7 +80,7 @@ def matmul_fp8(x: Quantized, linear: Linear, out: Tensor | None = None, *, glu: 
         block_n, block_k, stages, num_warps = 128, 128, 3, 8
     elif out_features >= _WIDE:
         block_n, block_k, stages, num_warps = 64, 128, 3, 4
-    elif block_m == 128 and triton.cdiv(rows, block_m) * triton.cdiv(out_features, 64) > _SMS:
+    elif rows > block_m and triton.cdiv(rows, block_m) * triton.cdiv(out_features, 64) > _SMS:
         block_n, block_k, stages, num_warps = 128, 128, 6, 4
     else:
         # Few programs: each has more of the weights on their way.

@@ -12,7 +12,7 @@ from bullet_graph.kernels.fp8 import dequantize_weight, linear_fp8, quantize_wei
 from bullet_graph.kernels.gpu import Gpu
 from bullet_graph.kernels.launch import quick
 from bullet_graph.kernels.ops import Linear, RowInputs, TorchOps
-from bullet_graph.kernels.triton_fp8 import matmul_fp8
+from bullet_graph.kernels.triton_fp8 import can_gate, matmul_fp8
 from bullet_graph.kernels.triton_ops import TritonOps
 from bullet_graph.models.layers import eager_functions
 
@@ -81,6 +81,7 @@ def test_swiglu_in_the_product(rows: int, shape: tuple[int, int], blocks: bool) 
     weight, scale = quantize_weight(random(*shape), blocks=blocks)
     linear = Linear(weight, random(shape[0]), scale, 128 if blocks else shape[1])
     x = TorchOps().quantize(random(rows, shape[1]), linear.group or 0)
+    assert can_gate(x, linear)
     expected = TorchOps().glu(x._replace(dtype=torch.float32), linear, gelu=blocks)
     found = TritonOps().glu(x, linear, gelu=blocks)
     assert isinstance(found, torch.Tensor)

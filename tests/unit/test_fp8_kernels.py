@@ -12,7 +12,7 @@ from bullet_graph.kernels.ops import Linear, TorchOps
 pytest.importorskip("triton", reason="Triton is published for Linux only")
 
 from bullet_graph.kernels import triton_fp8
-from bullet_graph.kernels.triton_fp8 import matmul_fp8
+from bullet_graph.kernels.triton_fp8 import can_gate, matmul_fp8
 from bullet_graph.kernels.triton_ops import TritonOps
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="runs Triton's interpreter")
@@ -136,10 +136,11 @@ def test_triton_product(rows: int, out_features: int, in_features: int, bias: bo
 @pytest.mark.usefixtures("rounding")
 @pytest.mark.parametrize("gelu", [False, True])
 @pytest.mark.parametrize("blocks", [False, True])
-@pytest.mark.parametrize(("rows", "width", "in_features"), [(3, 100, 384), (17, 200, 600), (130, 64, 128)])
+@pytest.mark.parametrize(("rows", "width", "in_features"), [(3, 100, 384), (64, 72, 600), (65, 64, 128)])
 def test_swiglu_in_the_product(rows: int, width: int, in_features: int, blocks: bool, gelu: bool) -> None:
     linear = quantized_linear(2 * width, in_features, blocks=blocks, bias=True)
     x = quantize(normal(rows, in_features), linear.group or 0)
+    assert can_gate(x, linear) == (rows < 65)
     expected = TorchOps().glu(x, linear, gelu)
     found = TritonOps().glu(x, linear, gelu)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-3)
@@ -160,9 +161,9 @@ def test_one_row_is_projected_unquantized(out_features: int, in_features: int, b
     torch.testing.assert_close(TritonOps().linear(x, linear), expected, rtol=1e-4, atol=1e-3)
 
 
-@pytest.mark.parametrize("rows", [2, 100])
-def test_triton_product_with_many_features(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(triton_fp8, "_WIDE", 128)
+@pytest.mark.parametrize(("limit", "rows"), [("_WIDE", 2), ("_WIDE", 100), ("_SMS", 130)])
+def test_triton_product_with_many_features(limit: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_fp8, limit, 128 if limit == "_WIDE" else 1)
     linear = quantized_linear(150, 128, blocks=False)
     x = quantize(normal(rows, 128), 128)
     torch.testing.assert_close(matmul_fp8(x, linear), TorchOps().linear(x, linear), rtol=1e-4, atol=1e-3)
