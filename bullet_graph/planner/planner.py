@@ -1,7 +1,7 @@
 """Chooses at every tick how prefill and decode share the GPU."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from operator import attrgetter
 
 from bullet_graph.config import Policy
@@ -71,7 +71,6 @@ class Planner:
             )
             rows = self.predictor.whole_chunk
             self._mean_tokens, self._mean_ms = float(rows), model.prefill(rows, rows * rows / 2).ms
-        self._last: tuple[PolicyName, int | None] | None = None
         self._now_s = 0.0
         self._paused = False
         self._paused_s = 0.0
@@ -190,22 +189,16 @@ class Planner:
         on_time = [option for option in holding if option.holds_ttft]
         bound: Bound = "ttft"
         if on_time:
-            option = self._prefer(on_time, self._rate if options.demand.some_late else self._throughput)
+            option = max(on_time, key=self._rate if options.demand.some_late else self._throughput)
             bound = "throughput" if options.limit_ms == math.inf else "tpot"
         elif holding:
-            option = self._prefer(holding, self._rate)
-        elif self._may_pause(load):
+            option = max(holding, key=self._rate)
+        elif self._paused_s < TUNING.pause_patience_s:
+            # The prompts can wait for decode to catch up; no pause lasts for ever.
             option, bound = pause, "tpot"
         else:
             option = min(beside, key=attrgetter("interval_ms"))
         return self._follow(option, options, load, bound, weighed)
-
-    def _prefer(self, options: Sequence[Option], key: Callable[[Option], float]) -> Option:
-        """The option with the highest key, or the best of the last policy if that is nearly as good."""
-        best = max(options, key=key)
-        same = [option for option in options if (option.policy, option.decode_sms) == self._last]
-        kept = max(same, key=key, default=best)
-        return kept if TUNING.stickiness * key(kept) >= key(best) else best
 
     def _rate(self, option: Option) -> float:
         """Prefill rate, discounted on the prefill lane."""
@@ -215,16 +208,10 @@ class Planner:
         """Normalized throughput, discounted on the prefill lane."""
         return option.throughput * (TUNING.lane_share if option.slice_layers else 1.0)
 
-    def _may_pause(self, load: Load) -> bool:
-        """Whether the prompts can wait for decode to catch up; no pause lasts for ever."""
-        overdue = (load.chunk or load.prompts[0]).deadline_s < load.now_s
-        return self._paused_s < (TUNING.overdue_patience_s if overdue else TUNING.pause_patience_s)
-
     def _follow(
         self, option: Option, options: Options, load: Load, bound: Bound, weighed: Sequence[Option] = ()
     ) -> Plan:
         assert self.predictor is not None
-        self._last = option.policy, option.decode_sms
         if option.prefill_tokens_per_s:
             self._note(option.chunk_tokens, option.prefill_ms)
         on_prefill_lane = load.chunk is not None or option.policy == "split"

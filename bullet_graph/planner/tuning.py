@@ -36,8 +36,6 @@ class PlannerTuning:
     burst_targets: float = 3.0
     # Prefill may pause this long in favour of TPOT targets, then for every second tick at most.
     pause_patience_s: float = 1.0
-    overdue_patience_s: float = 0.25  # the same once the first prompt's deadline has passed
-    stickiness: float = 1.15  # another policy must be this many times better than the last one to replace it
     # Worth of a chunk on the prefill lane relative to rows of a mixed step. Its prompts wait for the chunk's end and
     # then for a step or two before they decode. With rates predicted within 5 %, ``split`` served a third fewer code
     # requests within 8 ms per token (bench/LOG.md).
