@@ -64,8 +64,7 @@ class DecodeGraphs:
     With ``shares_prefixes``, larger steps on the whole GPU have a second graph, which reads the first blocks that
     neighbouring rows have in common once. It is replayed where that saves enough.
 
-    Padding rows read and write slot ``max_batch_size``. Launches of steps of few rows, and of all steps in FP8,
-    overlap; the other steps are compiled.
+    Padding rows read and write slot ``max_batch_size``. Steps of few rows, and in FP8, are not compiled.
     """
 
     def __init__(
@@ -81,11 +80,12 @@ class DecodeGraphs:
         self._decoder = decoder
         self._compiler = compiler
         self._ops = TritonOps(communicator=communicator)
-        gpu = Gpu.of(decoder.cos_sin.device)
         self._eager = eager_functions(self._ops)
         self._compiled: LayerFunctions | None = None
         device = decoder.cos_sin.device
-        self._attention = TritonDecodeAttention(decoder.config, decoder.cache, max_rows=max_batch_size, gpu=gpu)
+        self._attention = TritonDecodeAttention(
+            decoder.config, decoder.cache, max_rows=max_batch_size, gpu=Gpu.of(device)
+        )
         self._state = state
         self._padding_slot = max_batch_size
         self.batch_sizes = batch_size_buckets(max_batch_size)
@@ -141,8 +141,7 @@ class DecodeGraphs:
         Returns [n] int32 sampled tokens, valid until the next step runs; their logits are in :meth:`logits`.
         """
         rows = len(inputs.slots)
-        sizes = self._sizes.get(partition, ())
-        key = GraphKey(smallest_holding(max(rows, least_rows), sizes) or rows, partition)
+        key = GraphKey(smallest_holding(max(rows, least_rows), self._sizes.get(partition, ())) or rows, partition)
         if (key, False) not in self._captured:
             raise ConfigError(f"no decode graph was captured for {key}; captured: {len(self._captured)} graphs")
         padded, shared = self._pad(inputs, key.batch_size), None

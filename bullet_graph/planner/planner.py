@@ -98,11 +98,11 @@ class Planner:
                 return Plan("solo", decode=decode is not None)
             ms = predictor.decode_ms(decode.batch_size, decode.kv_tokens)
             interval_ms = self._unhurried_ms(decode, ms) if self.policy.name == "auto" else 0.0
-            rows = max(self._lone_rows, decode.batch_size)
-            padded_ms = predictor.decode_ms(rows, decode.kv_tokens)
+            least_rows = max(self._lone_rows, decode.batch_size)
+            padded_ms = predictor.decode_ms(least_rows, decode.kv_tokens)
             if padded_ms > interval_ms:
-                return Plan("solo", decode=True, decode_ms=ms, interval_ms=interval_ms)
-            return Plan("solo", decode=True, decode_ms=padded_ms, interval_ms=interval_ms, least_rows=rows)
+                least_rows, padded_ms = 1, ms
+            return Plan("solo", decode=True, decode_ms=padded_ms, interval_ms=interval_ms, least_rows=least_rows)
         if predictor is None:
             return self._unpredicted(decode)
         backlog = Backlog(load, predictor)

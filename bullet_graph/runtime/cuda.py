@@ -144,8 +144,7 @@ class CudaExecutor(Executor):
         self.num_sms = torch.cuda.get_device_properties(device).multi_processor_count
         self.partitions = tuple(plan.batch_sizes)
         self.has_prefill_lane = config.policy.uses_prefill_lane
-        # The kernels of one row are the fastest, and take 9 to 17 % more energy than those of two (bench/LOG.md). With
-        # experts, padding reads weights of its own.
+        # Kernels of one row are the fastest, but take more energy (bench/LOG.md). With experts, padding reads weights.
         self.lone_rows = 2 if config.cuda_graphs and not decoder.config.num_experts else 1
         # Weights and cache were made on the default stream. The other streams are still loading the weights.
         torch.cuda.default_stream(device).synchronize()
