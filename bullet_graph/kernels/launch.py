@@ -40,8 +40,8 @@ class Launcher:
             for x in arguments
         ]
         if self._options is None:
-            device = next(x.device for x in arguments if isinstance(x, Tensor))
-            overlaps = device.type == "cuda" and Gpu.of(device).overlaps_launches
+            x = next(x for x in arguments if isinstance(x, Tensor))
+            overlaps = x.is_cuda and Gpu.of(x.device).overlaps_launches
             self._options = {"PDL": overlaps, "launch_pdl": overlaps}
         named |= self._options
         key = (*kinds, *named.items())

@@ -46,8 +46,7 @@ class TritonOps(TorchOps):
     """Triton's kernels; all tensors contiguous, on one device.
 
     ``gpu`` is for streams that have all of its SMs; without it, no kernel runs whose grid is laid out for all SMs.
-    Norms with a residual, rotation, quantization and our own products of rows start while the launch before runs, see
-    :class:`~bullet_graph.kernels.launch.Launcher`. Experts, and all else, do not.
+    Norms with a residual, rotation, quantization and our own products of rows overlap with the launch before.
     """
 
     def __init__(self, gpu: Gpu | None = None, communicator: Communicator | None = None) -> None:

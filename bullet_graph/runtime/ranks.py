@@ -292,8 +292,7 @@ class RankedExecutor(Executor):
         self.max_in_flight = local.max_in_flight
         self.num_sms = local.num_sms
         self.has_prefill_lane = local.has_prefill_lane
-        self.partitions = local.partitions
-        self.lone_rows = local.lone_rows
+        self.partitions, self.lone_rows = local.partitions, local.lone_rows
 
     def max_batch_size(self, partition: SmPartition) -> int | None:
         return self._local.max_batch_size(partition)
