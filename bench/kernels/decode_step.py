@@ -9,6 +9,7 @@ shape, activations once read and once written.
 
 import math
 import statistics
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -200,31 +201,30 @@ def main(
 ) -> None:
     """Measure every batch size, and profile some."""
     config = in_formats(PRESETS[model], quantization=None, kv_cache_dtype=kv_cache_dtype)
-    copy_gb_per_s = measure_copy_gb_per_s("cuda")
+    copy_gb_per_s = round(measure_copy_gb_per_s("cuda"), 1)
     torch.cuda.empty_cache()
     points = [ProfilePoint("decode", batch_size=count, context_tokens=context) for count in sorted(rows)[::-1]]
-    report: dict[str, Any] = {
-        "model": model,
-        "kv_cache_dtype": kv_cache_dtype,
-        "context": context,
-        "copy_gb_per_s": round(copy_gb_per_s, 1),
-    }
+    report = {"model": model, "kv_cache_dtype": kv_cache_dtype, "context": context, "copy_gb_per_s": copy_gb_per_s}
     cases, breakdowns = [], []
     with open_bench(model, points, kv_cache_dtype=kv_cache_dtype) as (bench, _):
         for point in points:
+            started_s = time.perf_counter()
             with watch_gpu() as monitor:
                 (ms,) = bench.measure(point, seconds)
-            num_bytes = decode_step_bytes(
-                config, batch_size=point.batch_size, context_tokens=context, dtype_bytes=DTYPE.itemsize
-            )
+            # Of a step, by the board's counter: its power is an average over a second, of the steps before, too.
+            energy = monitor.report.energy_joules
+            joules = energy and energy / (time.perf_counter() - started_s) * ms / 1e3
+            count = point.batch_size
+            num_bytes = decode_step_bytes(config, batch_size=count, context_tokens=context, dtype_bytes=DTYPE.itemsize)
             gb_per_s = num_bytes / ms / 1e6
             click.echo(
-                f"{point.batch_size:4} rows x {context} tokens: {ms:7.3f} ms, {gb_per_s:5.0f} GB/s, "
-                f"{100 * gb_per_s / copy_gb_per_s:.0f} % of a copy's {copy_gb_per_s:.0f}, {device_text(monitor.report)}"
+                f"{count:4} rows x {context} tokens: {ms:7.3f} ms, {gb_per_s:5.0f} GB/s, "
+                f"{100 * gb_per_s / copy_gb_per_s:.0f} % of a copy's {copy_gb_per_s:.0f}, "
+                f"{'–' if joules is None else f'{joules:.2f}'} J, {device_text(monitor.report)}"
             )
             cases.append(
-                {"rows": point.batch_size, "step_ms": round(ms, 4), "gb_per_s": round(gb_per_s, 1)}
-                | {"device": asdict(monitor.report)}
+                {"rows": count, "step_ms": round(ms, 4), "joules": joules}
+                | {"gb_per_s": round(gb_per_s, 1), "device": asdict(monitor.report)}
             )
         for point in (point for point in points if point.batch_size in profiled_rows):
             click.echo(f"{point.batch_size} rows by group of kernels, profiled:")

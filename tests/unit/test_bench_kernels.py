@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -219,11 +220,18 @@ def written(command: click.Command, path: Path, *arguments: object) -> tuple[dic
 
 
 @pytest.mark.usefixtures("no_gpu_needed")
-def test_decode_steps_beside_a_copy(tmp_path: Path) -> None:
+def test_decode_steps_beside_a_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     report, output = written(decode_step.main, tmp_path / "r.json", "--rows", "1,64", "--profiled-rows", "64")
-    assert [(case["rows"], case["step_ms"]) for case in report["cases"]] == [(64, 64.0), (1, 1.0)]
+    assert [(case["rows"], case["step_ms"], case["joules"]) for case in report["cases"]] == [
+        (64, 64, None),
+        (1, 1, None),
+    ]
+    monkeypatch.setattr(DeviceMonitor, "report", replace(DEVICE_REPORT, energy_joules=80.0))
+    report, more = written(decode_step.main, tmp_path / "j.json", "--rows", "1,64", "--profiled-rows", "64")
+    assert all(0 < case["joules"] < 1e9 for case in report["cases"])
+    assert "– J" not in more
     assert report["breakdowns"][0]["groups"][-1]["us"] == 48
-    assert "% of a copy's 4000, 690 W 1500 MHz" in output
+    assert "% of a copy's 4000, – J, 690 W 1500 MHz" in output
 
 
 @pytest.mark.usefixtures("no_gpu_needed")
