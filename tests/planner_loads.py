@@ -22,13 +22,8 @@ def model() -> TableModel:
 
 
 def planner(policy: str = "auto", *, max_chunk_tokens: int = MAX_CHUNK, lone_rows: int = 1) -> Planner:
-    return Planner(
-        Policy.parse(policy),
-        max_chunk_tokens=max_chunk_tokens,
-        decode_sms=model().decode_sms,
-        model=model(),
-        lone_rows=lone_rows,
-    )
+    sizes, of = model().decode_sms, Policy.parse(policy)
+    return Planner(of, max_chunk_tokens=max_chunk_tokens, decode_sms=sizes, model=model(), lone_rows=lone_rows)
 
 
 def modelless(policy: str) -> Planner:

@@ -292,12 +292,17 @@ def test_a_chunk_cut_short_says_nothing_of_the_prediction(prompt_tokens: int, is
     assert planner.observed == [("mixed", "slice", 7.0)] * is_whole + [("mixed", "step", 3.0)]
 
 
-def test_decode_alone_is_unhurried_until_a_prompt_comes() -> None:
+@pytest.mark.parametrize("lone_rows", [1, 2])
+def test_decode_alone_is_unhurried_until_a_prompt_comes(lone_rows: int) -> None:
     slo = Slo(ttft_ms=500, tpot_ms=100)
 
     def launch_times(*requests: Arrival) -> list[float]:
-        executor = CheckedExecutor()
-        CoreLoop("auto", executor=executor).run(arrivals=requests)
+        executor, planner = CheckedExecutor(), planner_of(lone_rows=lone_rows)
+        CoreLoop(planner, executor=executor).run(arrivals=requests)
+        decoding = [launch for launch in executor.launches if launch.step.prefill is None]
+        assert {launch.placement.least_rows for launch in decoding} == {lone_rows}
+        # Of the corrections, none has to learn of the padding.
+        assert planner.corrections["solo", "step"] == pytest.approx(1.0, abs=0.02)
         return [launch.time_s for launch in executor.launches]
 
     first: Arrival = (0.0, 10, 20, slo)
@@ -310,17 +315,6 @@ def test_decode_alone_is_unhurried_until_a_prompt_comes() -> None:
     both = launch_times(first, (in_a_pause_s, 100, 1, slo))
     assert both[:10] == times[:10]
     assert both[10] == pytest.approx(in_a_pause_s, abs=1e-4)
-
-
-def test_a_sequence_alone_is_padded_while_it_is_unhurried() -> None:
-    executor = CheckedExecutor()
-    loop = CoreLoop(planner_of(lone_rows=2), executor=executor)
-    slo = Slo(ttft_ms=500, tpot_ms=100)
-    loop.run(arrivals=[(0.0, 10, 20, slo), (0.1, 10, 5, slo)])
-    decoding = [launch for launch in executor.launches if launch.step.prefill is None]
-    assert {launch.placement.least_rows for launch in decoding} == {2}
-    # Of the corrections, none has to learn of the padding.
-    assert loop.core.planner.corrections["solo", "step"] == pytest.approx(1.0, abs=0.02)
 
 
 def test_a_planner_that_launches_nothing_is_an_error_not_an_endless_loop() -> None:

@@ -97,10 +97,8 @@ def test_a_kernel_that_can_overlap_does_so_where_the_gpu_can(overlaps: bool, mon
     kernel.arg_names = (*Kernel.arg_names, "PDL")
     for _ in range(2):
         launch(quick(kernel), at(0), at(16))
-    assert [options for *_, options in kernel.launches] == [
-        {**CONSTANTS, "num_warps": 4, "PDL": overlaps, "launch_pdl": overlaps}
-    ]
-    (found,) = kernel.found
+    ((*_, options),), (found,) = kernel.launches, kernel.found
+    assert options == {**CONSTANTS, "num_warps": 4, "PDL": overlaps, "launch_pdl": overlaps}
     assert found is not None
     assert [arguments[2:] for _, arguments in found.launches] == [(3, 128, 64, overlaps)]
 
