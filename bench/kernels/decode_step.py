@@ -211,7 +211,7 @@ def main(
             started_s = time.perf_counter()
             with watch_gpu() as monitor:
                 (ms,) = bench.measure(point, seconds)
-            # Of a step, by the board's counter: its power is an average over a second, of the steps before, too.
+            # By the board's energy counter. Its power is an average over the last second, in which other steps ran.
             energy = monitor.report.energy_joules
             joules = energy and energy / (time.perf_counter() - started_s) * ms / 1e3
             count = point.batch_size

@@ -70,12 +70,12 @@ def ways(config: ModelConfig, layers: list[dict[str, Linear]], rows: int) -> dic
     ready = {name: ops.quantize(x, x.shape[1]) if is_fp8 else x for name, x in inputs.items()}
 
     def engine(layer: dict[str, Linear]) -> None:
-        TritonOps().linear(ready["qkv"], layer["qkv"])
-        TritonOps().linear(ops.quantize(inputs["o"], inputs["o"].shape[1]) if is_fp8 else inputs["o"], layer["o"])
-        TritonOps().linear(ops.glu(ready["gate_up"], layer["gate_up"], group=layer["down"].group), layer["down"])
+        ops.linear(ready["qkv"], layer["qkv"])
+        ops.linear(ops.quantize(inputs["o"], inputs["o"].shape[1]) if is_fp8 else inputs["o"], layer["o"])
+        ops.linear(ops.glu(ready["gate_up"], layer["gate_up"], group=layer["down"].group), layer["down"])
 
     def single(name: str, layer: dict[str, Linear]) -> None:
-        TritonOps().linear(ready[name], layer[name])
+        ops.linear(ready[name], layer[name])
 
     found = {"engine": (over_layers(engine), product_flops(config, rows, *PROJECTIONS))}
     for name in PROJECTIONS:

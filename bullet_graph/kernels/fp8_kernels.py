@@ -126,8 +126,8 @@ def matmul_kernel(
 
     The weights are the left operand: the tensor cores take at least 16 rows there, but as few as 8 columns on the
     right. With scales, GROUP columns of x, and of CHANNELS rows of weights, share one; GROUP 0: all columns. A group is
-    a multiple of BLOCK_K columns, CHANNELS one of BLOCK_N or 1. With GLU, 1 for SwiGLU and 2 for GeGLU, eight of
-    gate's features and eight of up's, of the same columns, take turns: one thread of a tensor core's has both.
+    a multiple of BLOCK_K columns, CHANNELS one of BLOCK_N or 1. GLU is 1 for SwiGLU, 2 for GeGLU, else 0. With it, a
+    tile alternates eight features of gate and the eight of up for the same columns: so one thread holds both.
     """
     num_tiles_m = tl.cdiv(num_rows, BLOCK_M)
     tile_m, tile_n = tl.program_id(0) % num_tiles_m, tl.program_id(0) // num_tiles_m

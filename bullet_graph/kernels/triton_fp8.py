@@ -7,7 +7,7 @@ from torch import Tensor
 from bullet_graph.kernels import fp8_kernels
 from bullet_graph.kernels.fp8 import FP8, Quantized
 from bullet_graph.kernels.launch import quick
-from bullet_graph.kernels.ops import Linear, TorchOps
+from bullet_graph.kernels.ops import Linear
 from bullet_graph.perf.roofline import FP8_BLOCK
 
 _MOST_OWN_ROWS, _OWN_OUTPUTS = 256, 2**21
@@ -16,7 +16,7 @@ _MOST_OWN_ROWS, _OWN_OUTPUTS = 256, 2**21
 Measured on an H200 with llama-3.1-8b's shapes (bench/LOG.md): 64 rows of down take 20 instead of 37 µs."""
 _MOST_GATED_ROWS = 64
 """With 128 × 128 blocks of scales, SwiGLU in the product saves 4 to 13 % at 16 and 64 rows, and costs 12 to 21 % from
-300 on (H200, bench/LOG.md). Between them, and from 65 on with scales of channels, nothing was measured."""
+300 on (H200, bench/LOG.md). Not measured: 65 to 299 rows, and more than 64 with scales of channels."""
 _WIDE = 16384
 """From so many output features on, there are tiles enough for all SMs."""
 _SMS = 132
@@ -47,19 +47,13 @@ def quantize(x: Tensor, group: int) -> Quantized:
     return out
 
 
-def linear_fp8(x: Quantized, linear: Linear, out: Tensor | None) -> Tensor:
-    """The product for this number of rows and these scales."""
-    if _is_own(x, linear):
-        return matmul_fp8(x, linear, out)
-    return TorchOps().linear(x, linear, out)
-
-
 def can_gate(x: Quantized, gate_up: Linear) -> bool:
-    """Whether SwiGLU belongs into the product: :func:`matmul_fp8` is used, and its tiles are small."""
-    return len(x.values) <= _MOST_GATED_ROWS and _is_own(x, gate_up)
+    """Whether the product should compute SwiGLU, too: :func:`is_own` holds, and there are few rows."""
+    return len(x.values) <= _MOST_GATED_ROWS and is_own(x, gate_up)
 
 
-def _is_own(x: Quantized, linear: Linear) -> bool:
+def is_own(x: Quantized, linear: Linear) -> bool:
+    """Whether :func:`matmul_fp8` is to be used, and not torch's product, for this number of rows and these scales."""
     assert linear.scale is not None
     rows, out_features = len(x.values), len(linear.weight)
     is_small = rows <= _MOST_OWN_ROWS and rows * out_features < _OWN_OUTPUTS

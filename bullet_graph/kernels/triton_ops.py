@@ -15,7 +15,7 @@ from bullet_graph.kernels.gpu import Gpu
 from bullet_graph.kernels.launch import quick
 from bullet_graph.kernels.ops import Experts, HeadNorms, KeysValues, Linear, RowInputs, TorchOps
 from bullet_graph.kernels.sampler import SamplingState
-from bullet_graph.kernels.triton_fp8 import can_gate, linear_fp8, matmul_fp8, new_quantized
+from bullet_graph.kernels.triton_fp8 import can_gate, is_own, matmul_fp8, new_quantized
 from bullet_graph.kernels.triton_moe import experts_output
 
 _HEADS_BLOCK = 16
@@ -87,8 +87,8 @@ class TritonOps(TorchOps):
             quick(triton_kernels.rms_norm_kernel)[(rows,)](x, weight, width, x.stride(0), eps, **_row_layout(width))
 
     def linear(self, x: Tensor | Quantized, linear: Linear, out: Tensor | None = None) -> Tensor:
-        if isinstance(x, Quantized):
-            return linear_fp8(x, linear, out)
+        if isinstance(x, Quantized) and is_own(x, linear):
+            return matmul_fp8(x, linear, out)
         if are_few(x, linear):
             return few_rows(x, linear, out)
         return super().linear(x, linear, out)
