@@ -50,7 +50,7 @@ class SimulationSettings:
     max_model_len: int
     capture_plan: CapturePlan | None = None
     host_overhead_ms: float = HOST_OVERHEAD_MS
-    block_bytes: int | None = None
+    cached_reads: float = 0.0
 
     def __post_init__(self) -> None:
         if not 0 <= self.host_overhead_ms < math.inf:
@@ -95,7 +95,7 @@ class SimulatedEngine(EngineCore):
             partitions=[partition_of(sms, num_sms=model.num_sms) for sms in decode_sms],
             host_overhead_ms=settings.host_overhead_ms,
             eager_layer_ms=_EAGER_LAYERS_PER_LAUNCH * settings.host_overhead_ms,
-            block_bytes=settings.block_bytes,
+            cached_reads=settings.cached_reads,
             max_batch_sizes={} if plan is None else {p: sizes[-1] for p, sizes in plan.batch_sizes.items()},
             on_step=on_step,
         )

@@ -17,7 +17,6 @@ from bullet_graph.kernels.decode_attention_kernels import TILE, combine_partials
 from bullet_graph.kernels.gpu import Gpu
 from bullet_graph.kernels.launch import quick
 from bullet_graph.kernels.memory import KVCache
-from bullet_graph.kernels.shared_blocks import MOST_MEMBERS, SharedBlocks, saved_blocks, shared_blocks
 from bullet_graph.perf.roofline import DecoderShape
 
 _LEAST_COLUMNS = 8  # of the tensor cores' smallest product
@@ -26,22 +25,6 @@ _HEAD_BYTES = 3072  # of the heads that an SM's programs read, all together: wha
 _FEW_HEADS = 64
 """Up to so many key heads of all rows, and twice as many in 16 bits, on all SMs, fewer programs are faster: there are
 fewer partial results to add up."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DecodeKernelSettings:
-    """Which kernels add partial results up, and when common blocks are read once; measured on an H200 (bench/LOG.md).
-
-    Attributes:
-        combine_rows: from this batch size on, the program that finishes a sequence last adds its parts up. Smaller
-            batches have many parts per sequence, and a second kernel adds them on more SMs.
-        members: most rows that read common blocks at once.
-        group_units: fewest blocks for a program that reads common blocks, if there are as many.
-    """
-
-    combine_rows: int = 32
-    members: int = MOST_MEMBERS
-    group_units: int = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +40,6 @@ class DecodeBatch:
     kv_indices: Tensor
     last_block_tokens: Tensor
     window_indptr: Mapping[int, Tensor] = field(default_factory=dict)
-    shared: SharedBlocks[Tensor] | None = None
 
 
 def window_indptr(kv_lens: NDArray[np.int32], window: int, block_tokens: int) -> NDArray[np.int32]:
@@ -72,18 +54,13 @@ def window_indptr(kv_lens: NDArray[np.int32], window: int, block_tokens: int) ->
 class TritonDecodeAttention:
     """Kernels and scratch of one lane; never shared by two lanes that run at the same time.
 
-    The launches do not depend on lengths, so a captured graph serves batches of any. Raises ConfigError for sizes of
-    heads or blocks that the kernels cannot take.
+    The launches do not depend on lengths, so a captured graph serves batches of any. From ``combine_rows`` rows on, the
+    program that finishes a sequence last adds its parts up. Fewer rows have many parts each, which a second kernel adds
+    on more SMs. Raises ConfigError for sizes of heads or blocks that the kernels cannot take.
     """
 
     def __init__(
-        self,
-        config: DecoderShape,
-        cache: KVCache,
-        *,
-        max_rows: int,
-        gpu: Gpu,
-        settings: DecodeKernelSettings = DecodeKernelSettings(),
+        self, config: DecoderShape, cache: KVCache, *, max_rows: int, gpu: Gpu, combine_rows: int = 32
     ) -> None:
         if config.head_dim < TILE or config.head_dim & (config.head_dim - 1):
             raise ConfigError(
@@ -92,7 +69,7 @@ class TritonDecodeAttention:
             )
         if cache.block_tokens % TILE:
             raise ConfigError(f"decode attention needs blocks of a multiple of {TILE} tokens, got {cache.block_tokens}")
-        self._settings, self._config = settings, config
+        self._combine_rows, self._config = combine_rows, config
         self.cache = cache
         self._windows = set(cache.windows)
         self._max_rows = max_rows
@@ -100,28 +77,10 @@ class TritonDecodeAttention:
         self._overlap_launches = gpu.overlaps_launches
         device = cache.layer(0)[0].device
         slots = 2 * self._workers(gpu.num_sms)
-        members = settings.members if self.can_share else 1
         sizes = config.num_heads, config.head_dim
-        self.partials = torch.empty(slots * members, *sizes, dtype=torch.float32, device=device)
-        self.partial_lse = torch.empty(slots * members, config.num_heads, dtype=torch.float32, device=device)
+        self.partials = torch.empty(slots, *sizes, dtype=torch.float32, device=device)
+        self.partial_lse = torch.empty(slots, config.num_heads, dtype=torch.float32, device=device)
         self.arrived = torch.zeros(max_rows * config.num_kv_heads, dtype=torch.int32, device=device)
-        self.prefixes = torch.empty(max_rows if members > 1 else 0, *sizes, dtype=torch.float32, device=device)
-        self.prefix_lse = torch.empty(self.prefixes.shape[:2], dtype=torch.float32, device=device)
-
-    @property
-    def can_share(self) -> bool:
-        """Whether rows may read common blocks once: without windows, and not over an FP8 cache, where it is slower."""
-        return self._windows == {None} and not self._config.fp8_kv and self._settings.members > 1
-
-    def shared_blocks(
-        self, kv_indptr: NDArray[np.int32], kv_indices: NDArray[np.int32]
-    ) -> SharedBlocks[NDArray[np.int32]] | None:
-        """:func:`shared_blocks` of a batch, as a batch on the whole GPU can take them; None where that is slower."""
-        shared = shared_blocks(kv_indptr, kv_indices, most=self._settings.members) if self.can_share else None
-        block_bytes = 2 * self.cache.layer(0)[0][0].nbytes
-        if shared is not None and saved_blocks(shared, kv_indptr, kv_indices, block_bytes)[1] > 0:
-            return shared
-        return None
 
     def plan(self, batch: DecodeBatch, *, num_sms: int | None = None) -> "PlannedDecode":
         """Lay the launches out for a number of SMs, None for all; computes and copies nothing.
@@ -139,18 +98,13 @@ class TritonDecodeAttention:
             raise ConfigError(
                 f"decode attention was asked to run on {num_sms} SMs: name 1 to {self._num_sms}, the device's"
             )
-        shares = batch.shared is not None
-        if shares and not self.can_share:
-            raise ConfigError("a decode batch with common blocks needs a model without windows and a 16-bit KV cache")
-        settings = self._settings
-        workers = self._workers(num_sms, 0 if shares else rows)
+        workers = self._workers(num_sms, rows)
         return PlannedDecode(
             self,
             batch,
             rows,
-            {w: self._attention(rows, workers, w, goes_on=shares) for w in self._windows},
-            None if rows >= settings.combine_rows else self._combination(rows, workers),
-            self._attention(rows // 2, workers, None, members=settings.members) if shares else None,
+            {window: self._attention(rows, workers, window) for window in self._windows},
+            None if rows >= self._combine_rows else self._combination(rows, workers),
         )
 
     def _workers(self, num_sms: int, rows: int = 0) -> int:
@@ -160,12 +114,9 @@ class TritonDecodeAttention:
         fit = _HEAD_BYTES // (self._config.head_dim * itemsize)
         return max(1, num_sms * min(_FEW_CTAS if are_few else _MOST_CTAS, fit) // heads)
 
-    def _attention(
-        self, rows: int, workers: int, window: int | None, *, members: int = 1, goes_on: bool = False
-    ) -> Callable[..., None]:
-        config, settings = self._config, self._settings
-        combines = rows >= settings.combine_rows or members > 1
-        queries = max(_LEAST_COLUMNS, triton.next_power_of_2(members * config.num_heads // config.num_kv_heads))
+    def _attention(self, rows: int, workers: int, window: int | None) -> Callable[..., None]:
+        config, combines = self._config, rows >= self._combine_rows
+        queries = max(_LEAST_COLUMNS, triton.next_power_of_2(config.num_heads // config.num_kv_heads))
         return partial(
             quick(decode_attention_kernel)[(workers * config.num_kv_heads,)],
             num_rows=rows,
@@ -177,9 +128,6 @@ class TritonDecodeAttention:
             Q_BLOCK=queries,
             ROWS_BLOCK=triton.next_power_of_2(self._max_rows),
             WINDOW=window or 0,
-            MEMBERS=members,
-            LEAST_UNITS=settings.group_units,
-            CONTINUE=goes_on,
             COMBINE=combines,
             TRIGGER=self._overlap_launches and not combines,
             num_warps=max(queries // 16, 1),
@@ -205,7 +153,7 @@ class PlannedDecode(Attention):
     """Decode attention of one batch, to run for each layer.
 
     ``attention`` is by window. ``combination`` is the second kernel, which adds the results of ranges of blocks up;
-    None where the first does so. ``prefixes`` comes first, over common blocks, if there are any.
+    None where the first does so.
     """
 
     lane: TritonDecodeAttention
@@ -213,7 +161,6 @@ class PlannedDecode(Attention):
     num_rows: int
     attention: Mapping[int | None, Callable[..., None]]
     combination: Callable[..., None] | None
-    prefixes: Callable[..., None] | None = None
 
     def run_into(self, layer: int, rows: LayerRows, out: Tensor) -> None:
         """Queries and ``out`` are [rows, num_heads, head_dim] and contiguous; ConfigError for others."""
@@ -223,21 +170,10 @@ class PlannedDecode(Attention):
                     f"{name} must be contiguous and have the {self.num_rows} rows that were planned; "
                     f"found shape {tuple(tensor.shape)}, strides {tensor.stride()}"
                 )
-        keys, values = self.lane.cache.layer(layer)
         lane, batch, partials, lse = self.lane, self.batch, self.lane.partials, self.lane.partial_lse
         window = lane.cache.windows[layer]
         indptr = batch.kv_indptr if window is None else batch.window_indptr[window]
-        members, cached = batch.kv_indptr, (keys, values)
         blocks = batch.kv_indptr, batch.kv_indices, batch.last_block_tokens
-        if batch.shared is not None and self.prefixes is not None:
-            indptr, members = batch.shared.own_indptr, batch.shared.members
-            self.prefixes(
-                *(rows.q, *cached, batch.shared.group_indptr, *blocks, members, lane.prefixes, lane.prefix_lse),
-                *(lane.prefixes, partials, lse, lane.arrived),
-            )
-        self.attention[window](
-            *(rows.q, *cached, indptr, *blocks, members, lane.prefixes, lane.prefix_lse),
-            *(out, partials, lse, lane.arrived),
-        )
+        self.attention[window](rows.q, *lane.cache.layer(layer), indptr, *blocks, out, partials, lse, lane.arrived)
         if self.combination is not None:
             self.combination(indptr, partials, lse, out)
