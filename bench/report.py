@@ -80,11 +80,11 @@ def goodput_rows(task: Task) -> Iterator[Row]:
 
 
 def _goodput_row(task: Task, share: float) -> Row | None:
-    """None where the peer's search has not ended, or this engine has no goodput; short runs flatter, and tell none."""
+    """None: the peer's search has not ended or had one run, or this engine has no goodput, as after short runs."""
     own, peers = task.searched(share)
     best = max(peers, key=lambda one: one.goodput.rate or 0.0)
     here, there, ceiling = own.goodput.rate, best.goodput.rate, max(one.goodput.below or math.inf for one in peers)
-    if here is None or not own.sustained or ceiling == math.inf:
+    if here is None or not own.sustained or ceiling == math.inf or task.source.fields["settings"].get("max_runs") == 1:
         return None
     ratio, shown = f"> {here / ceiling:.2f}×", f"< {ceiling:.3g}/s"
     if there is not None:
