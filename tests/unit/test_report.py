@@ -113,6 +113,8 @@ def test_which_runs_are_compared(results: Path, tmp_path: Path) -> None:
         write_comparison(results / f"{commit}.json", cell(AUTO, own), commit=commit)
     open_ended = cell(AUTO, run_at(20, 1.0)), cell(VLLM_512, run_at(20, 1.0))
     write_comparison(results / "newer.json", *open_ended, date="2026-02-03", commit="newer")
+    one_run = cell(AUTO, run_at(6, 1.0)), cell(VLLM_512, run_at(6, 0.5))
+    write_comparison(results / "one_run.json", *one_run, date="2026-02-04", commit="newest", max_runs=1)
     output = tmp_path / "REPORT.md"
     assert report("--results", results, "--output", output).exit_code == 0
     text = output.read_text(encoding="utf-8")
