@@ -32,7 +32,7 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="runs Triton's
 
 CPU = torch.device("cpu")
 CONFIG = replace(PRESETS["tiny"], num_layers=2, num_heads=4, num_kv_heads=2, qk_norm=True)
-NUM_BLOCKS, BLOCK_TOKENS, MAX_SEQS = 40, 4, 8
+NUM_BLOCKS, BLOCK_TOKENS, MAX_SEQS = 40, 16, 8
 
 
 @pytest.fixture(params=["torch"])
@@ -77,20 +77,20 @@ def check_forward(
 @pytest.mark.parametrize(
     ("chunks", "decode", "prefill_runs", "few_fresh_rows"),
     [
-        ([(0, 9, True), (0, 1, True)], [], [("ragged", 2)], 0),
-        ([(0, 3, True), (0, 6, True), (0, 5, False)], [4, 11], [("ragged", 3)], 6),
-        ([(0, 3, True), (0, 6, True), (0, 5, False)], [4, 11], [("paged", 3)], None),
-        ([(7, 5, True), (0, 6, True), (0, 1, False)], [4], [("paged", 1), ("ragged", 2)], 6),
-        ([(0, 2, True), (7, 5, True), (0, 4, True)], [], [("paged", 2), ("ragged", 1)], 0),
-        ([(0, 2, True), (7, 5, True), (0, 4, True)], [], [("paged", 3)], 4),
-        ([(0, 2, True), (7, 5, True), (0, 4, True)], [], [("paged", 3)], None),
-        ([(6, 2, True), (9, 3, False)], [3], [("paged", 2)], 0),
-        ([(6, 20, True), (0, 2, False)], [3], [("paged", 1), ("ragged", 1)], 0),
-        ([(6, 20, True), (0, 2, False)], [3], [("paged", 2)], 6),
-        ([(6, 3, False), (0, 5, True), (0, 4, False), (0, 7, True)], [3, 0], [("paged", 1), ("ragged", 3)], 6),
-        ([(6, 3, False), (0, 5, True), (0, 4, False), (0, 7, True)], [3, 0], [("paged", 4)], None),
+        ([(0, 20, True), (0, 1, True)], [], [("ragged", 2)], 0),
+        ([(0, 3, True), (0, 6, True), (0, 5, False)], [17, 45], [("ragged", 3)], 6),
+        ([(0, 3, True), (0, 6, True), (0, 5, False)], [17, 45], [("paged", 3)], None),
+        ([(30, 5, True), (0, 6, True), (0, 1, False)], [17], [("paged", 1), ("ragged", 2)], 6),
+        ([(0, 2, True), (30, 5, True), (0, 4, True)], [], [("paged", 2), ("ragged", 1)], 0),
+        ([(0, 2, True), (30, 5, True), (0, 4, True)], [], [("paged", 3)], 4),
+        ([(0, 2, True), (30, 5, True), (0, 4, True)], [], [("paged", 3)], None),
+        ([(26, 2, True), (37, 3, False)], [14], [("paged", 2)], 0),
+        ([(26, 36, True), (0, 2, False)], [14], [("paged", 1), ("ragged", 1)], 0),
+        ([(26, 36, True), (0, 2, False)], [14], [("paged", 2)], 6),
+        ([(26, 3, False), (0, 5, True), (0, 4, False), (0, 7, True)], [14, 0], [("paged", 1), ("ragged", 3)], 6),
+        ([(26, 3, False), (0, 5, True), (0, 4, False), (0, 7, True)], [14, 0], [("paged", 4)], None),
         ([(0, 4, False)], [], [("ragged", 1)], 6),
-        ([], [5, 0, 9], [], 0),
+        ([], [21, 0, 38], [], 0),
     ],
 )
 @torch.inference_mode()
@@ -112,7 +112,7 @@ def test_forward_equals_the_reference(
 
 @pytest.mark.parametrize(
     ("capability", "layer_windows"),
-    [((9, 0), (3, 3)), ((9, 0), (6, None)), ((9, 0), (None, 5)), ((9, 0), (2, 7)), ((8, 0), (2, 7))],
+    [((9, 0), (12, 12)), ((9, 0), (25, None)), ((9, 0), (None, 20)), ((9, 0), (9, 28)), ((8, 0), (9, 28))],
     ids=str,
 )
 @pytest.mark.usefixtures("runs")
@@ -121,14 +121,14 @@ def test_each_layer_attends_to_its_window(
     monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], layer_windows: tuple[int | None, ...]
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
-    chunks = [(9, 8, True), (7, 5, False), (0, 9, True), (0, 1, False)]
-    check_forward(replace(CONFIG, layer_windows=layer_windows), chunks, [11, 0, 6])
+    chunks = [(37, 8, True), (30, 5, False), (0, 20, True), (0, 1, False)]
+    check_forward(replace(CONFIG, layer_windows=layer_windows), chunks, [45, 0, 26])
 
 
 @pytest.mark.parametrize("runs", ["triton"], indirect=True)
 @torch.inference_mode()
 def test_rows_go_through_triton_s_kernels(runs: Runs) -> None:
-    check_forward(CONFIG, [(6, 3, False), (0, 4, True)], [3])
+    check_forward(CONFIG, [(26, 3, False), (0, 4, True)], [14])
     assert len(runs) == 2
 
 
@@ -138,11 +138,11 @@ def test_rows_go_through_triton_s_kernels(runs: Runs) -> None:
     ("fp8", "fp8_kv", "chunks", "decode", "prefill_runs"),
     [
         *(
-            (fp8, fp8_kv, [(3, 2, True), (0, 3, True), (0, 1, False)], [4], [("paged", 1), ("ragged", 2)])
+            (fp8, fp8_kv, [(20, 2, True), (0, 3, True), (0, 1, False)], [17], [("paged", 1), ("ragged", 2)])
             for fp8, fp8_kv in ((None, True), (Fp8Weights(), False), (Fp8Weights(blocks=True), True))
         ),
         (Fp8Weights(), True, [(0, 4, False), (0, 2, True)], [], [("ragged", 2)]),
-        (Fp8Weights(blocks=True), True, [], [5, 0, 9], []),
+        (Fp8Weights(blocks=True), True, [], [21, 0, 38], []),
     ],
 )
 @torch.inference_mode()
@@ -161,7 +161,7 @@ def test_forward_in_fp8_equals_the_reference(
 
 
 @pytest.mark.usefixtures("runs")
-@pytest.mark.parametrize("layer_windows", [None, (5, 3)], ids=str)
+@pytest.mark.parametrize("layer_windows", [None, (20, 11)], ids=str)
 @pytest.mark.parametrize("scored_rows", [[0], [1, 2, 3, 8, 9, 12]])
 @torch.inference_mode()
 def test_scored_rows_equal_the_reference_beside_sampled_ones(
@@ -171,8 +171,8 @@ def test_scored_rows_equal_the_reference_beside_sampled_ones(
     config = CONFIG if layer_windows is None else replace(CONFIG, layer_windows=layer_windows)
     decoder, reference = filled_decoder(config), filled_decoder(config)
     lane = EagerLane(decoder, SamplingState(MAX_SEQS, CONFIG.vocab_size, CPU), max_num_seqs=MAX_SEQS, max_rows=64)
-    rows = make_rows([(7, 5, False), (0, 9, True)], [4], num_blocks=NUM_BLOCKS, block_tokens=BLOCK_TOKENS)
-    all_rows = replace(rows, sample_rows=np.arange(15, dtype=np.int32))
+    rows = make_rows([(30, 5, False), (0, 20, True)], [17], num_blocks=NUM_BLOCKS, block_tokens=BLOCK_TOKENS)
+    all_rows = replace(rows, sample_rows=np.arange(26, dtype=np.int32))
     ids = np.array([i * 31 % CONFIG.vocab_size for i in scored_rows], dtype=np.int32)
     rows = replace(rows, scored=Scored(np.array(scored_rows, dtype=np.int32), ids, 3))
     forward = lane.run_layers(lane.run_layers(lane.begin(rows), 0, 1), 1)
