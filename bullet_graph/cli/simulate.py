@@ -45,7 +45,7 @@ _CONTEXT_BYTES = GIB
 """What the driver and a process take before an engine does: 0.8 GiB on an H200, up to 1.5 on an H100."""
 _AMPLE_BYTES = 2**60
 """Of a GPU whose memory is not known, where the KV cache has a given size."""
-_CACHED_READS = 0.6  # of a 16-bit cache; a fit to eight batches on an H200 (bench/LOG.md)
+_CACHED_READS = 0.6  # a fit on an H200 (bench/LOG.md); FP8 caches and models with windows were not measured
 
 
 class Simulator:
@@ -177,6 +177,7 @@ class Simulator:
             capture_plan=capture_plan or self.capture_plan,
             host_overhead_ms=self._host_overhead_ms,
             cached_reads=0.0 if self.model.fp8_kv or any(self.model.windows) else _CACHED_READS,
+            lone_rows=1 if self.model.num_experts else 2,
         )
 
     def open_trace(self, path: Path, policy: Policy, *, overwrite: bool) -> DecisionTrace:

@@ -41,7 +41,8 @@ class SimulationSettings:
     """The engine to simulate: its configuration, and what a start would find out.
 
     Without ``decode_sms`` in the configuration there are all sizes of the performance model, unless ``capture_plan``
-    names the CUDA graphs there are. For the last two see :class:`~bullet_graph.runtime.simulated.SimulatedExecutor`.
+    names the CUDA graphs there are. ``host_overhead_ms`` and ``cached_reads`` are those of
+    :class:`~bullet_graph.runtime.simulated.SimulatedExecutor`, ``lone_rows`` those of its base.
     Numbers out of range raise ConfigError at construction.
     """
 
@@ -51,6 +52,7 @@ class SimulationSettings:
     capture_plan: CapturePlan | None = None
     host_overhead_ms: float = HOST_OVERHEAD_MS
     cached_reads: float = 0.0
+    lone_rows: int = 1
 
     def __post_init__(self) -> None:
         if not 0 <= self.host_overhead_ms < math.inf:
@@ -100,7 +102,11 @@ class SimulatedEngine(EngineCore):
             on_step=on_step,
         )
         planner = Planner(
-            config.policy, max_chunk_tokens=config.max_num_batched_tokens, decode_sms=decode_sms, model=model
+            config.policy,
+            max_chunk_tokens=config.max_num_batched_tokens,
+            decode_sms=decode_sms,
+            model=model,
+            lone_rows=settings.lone_rows,
         )
         super().__init__(
             executor,

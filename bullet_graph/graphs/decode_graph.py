@@ -84,9 +84,10 @@ class DecodeGraphs:
         self._padding_slot = max_batch_size
         self.batch_sizes = batch_size_buckets(max_batch_size)
         self._windows = decoder.cache.distinct_windows
-        # Six arrays with an entry per row, and one more for each window. Then the block ids, with those of padding.
+        # Six arrays with an entry per row, and one more for each window. Then the block ids, with those of padding:
+        # rows may share blocks.
         self._uploader = Uploader(
-            (6 + len(self._windows)) * (max_batch_size + 8) + decoder.cache.num_blocks + max_batch_size, device
+            (6 + len(self._windows)) * (max_batch_size + 8) + max_batch_size * (decoder.most_blocks + 1), device
         )
         self._logits = torch.empty(
             max_batch_size, decoder.config.vocab_size, dtype=decoder.weights.lm_head.dtype, device=device
@@ -100,7 +101,7 @@ class DecodeGraphs:
         self._functions_for(self.batch_sizes[-1])
 
     def capture_one(self, key: GraphKey, stream: torch.cuda.Stream) -> None:
-        """Capture a size's graphs on the stream, which is bound to its partition; compiles first if need be."""
+        """Capture a size's graph on the stream, which is bound to its partition; compiles first if need be."""
         self._functions_for(key.batch_size)
         # The last user of the shared buffers must be done: the lane may have changed its stream.
         stream.wait_stream(torch.cuda.current_stream())
@@ -117,12 +118,13 @@ class DecodeGraphs:
         self._sizes[key.partition] = tuple(sorted({*self._sizes.get(key.partition, ()), key.batch_size}))
 
     def run(self, inputs: DecodeInputs, partition: SmPartition = WHOLE_GPU, least_rows: int = 1) -> Tensor:
-        """Enqueue a decode step on the current stream, padded to ``least_rows`` if there is such a graph.
+        """Enqueue a decode step on the current stream, padded to ``least_rows`` if there is a graph of that size.
 
         Returns [n] int32 sampled tokens, valid until the next step runs; their logits are in :meth:`logits`.
         """
         rows = len(inputs.slots)
-        key = GraphKey(smallest_holding(max(rows, least_rows), self._sizes.get(partition, ())) or rows, partition)
+        sizes = self._sizes.get(partition, ())
+        key = GraphKey(least_rows if rows < least_rows in sizes else smallest_holding(rows, sizes) or rows, partition)
         if key not in self._captured:
             raise ConfigError(f"no decode graph was captured for {key}; captured: {len(self._captured)} graphs")
         self._prepare(self._pad(inputs, key.batch_size), partition)

@@ -21,7 +21,7 @@ from bullet_graph.perf.roofline import DecoderShape
 
 _LEAST_COLUMNS = 8  # of the tensor cores' smallest product
 _MOST_CTAS, _FEW_CTAS = 8, 4  # programs that an SM holds at once
-_HEAD_BYTES = 3072  # of the heads that an SM's programs read, all together: what shared memory holds
+_HEAD_BYTES = 3072  # of one head's key, times the programs whose tiles fit an H200's SM
 _FEW_HEADS = 64
 """Up to so many key heads of all rows, and twice as many in 16 bits, on all SMs, fewer programs are faster: there are
 fewer partial results to add up."""
@@ -70,6 +70,8 @@ class TritonDecodeAttention:
         if cache.block_tokens % TILE:
             raise ConfigError(f"decode attention needs blocks of a multiple of {TILE} tokens, got {cache.block_tokens}")
         self._combine_rows, self._config = combine_rows, config
+        self._queries: int = max(_LEAST_COLUMNS, triton.next_power_of_2(config.num_heads // config.num_kv_heads))
+        self._num_warps = max(self._queries // 16, 1)
         self.cache = cache
         self._windows = set(cache.windows)
         self._max_rows = max_rows
@@ -111,12 +113,12 @@ class TritonDecodeAttention:
         """Ranges that the work of so many rows, 0 for many, is cut into; a program per key head runs for each."""
         heads, itemsize = self._config.num_kv_heads, self.cache.layer(0)[0].itemsize
         are_few = 0 < rows * heads <= _FEW_HEADS * itemsize and num_sms == self._num_sms
-        fit = _HEAD_BYTES // (self._config.head_dim * itemsize)
-        return max(1, num_sms * min(_FEW_CTAS if are_few else _MOST_CTAS, fit) // heads)
+        most = (_FEW_CTAS if are_few else _MOST_CTAS) // self._num_warps
+        ctas: int = max(min(most, _HEAD_BYTES // (self._config.head_dim * itemsize)), 1)
+        return max(num_sms * ctas // heads, 1)
 
     def _attention(self, rows: int, workers: int, window: int | None) -> Callable[..., None]:
         config, combines = self._config, rows >= self._combine_rows
-        queries = max(_LEAST_COLUMNS, triton.next_power_of_2(config.num_heads // config.num_kv_heads))
         return partial(
             quick(decode_attention_kernel)[(workers * config.num_kv_heads,)],
             num_rows=rows,
@@ -125,12 +127,12 @@ class TritonDecodeAttention:
             NUM_KV_HEADS=config.num_kv_heads,
             HEAD_DIM=config.head_dim,
             BLOCK_TOKENS=self.cache.block_tokens,
-            Q_BLOCK=queries,
+            Q_BLOCK=self._queries,
             ROWS_BLOCK=triton.next_power_of_2(self._max_rows),
             WINDOW=window or 0,
             COMBINE=combines,
             TRIGGER=self._overlap_launches and not combines,
-            num_warps=max(queries // 16, 1),
+            num_warps=self._num_warps,
             # Else the GPU gives shared memory for 12 programs an SM, and products of one row lack L1 cache: 8 % slower.
             maxnreg=None if config.fp8_kv else 255,
         )

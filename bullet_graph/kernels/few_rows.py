@@ -17,11 +17,14 @@ FEW_ROWS = 8
 """Most rows that these kernels take: the columns of a tensor core's tile."""
 _LEAST_BLOCK, _MOST_BLOCK = 128, 2048  # columns that a program reads at once, a power of two
 _MOST_BYTES = 2**24
-"""Larger 16-bit weights are left to torch from two rows on: 2 % more time, 6 % less energy (H200, bench/LOG.md)."""
+"""Larger 16-bit weights are left to torch from two rows on: as fast, with 2 to 7 % less energy (H200, bench/LOG.md)."""
 
 
 def are_few(x: Tensor | Quantized, linear: Linear) -> TypeGuard[Tensor]:
-    """Whether x are rows that :func:`few_rows` takes: the columns must be whole blocks; beside FP8 weights, one row."""
+    """Whether x are rows that :func:`few_rows` takes: the columns must be whole blocks.
+
+    Beside FP8 weights, and 16-bit weights above 16 MiB, it takes one row.
+    """
     if not isinstance(x, Tensor) or not 0 < len(x) <= FEW_ROWS or linear.weight.shape[1] % _LEAST_BLOCK:
         return False
     return len(x) == 1 or (linear.scale is None and x.element_size() == 2 and linear.weight.nbytes <= _MOST_BYTES)

@@ -119,7 +119,7 @@ class TritonOps(TorchOps):
     def glu(
         self, x: Tensor | Quantized, gate_up: Linear, gelu: bool = False, group: int | None = None
     ) -> Tensor | Quantized:
-        # Few rows, and many rows on Hopper, take one launch, which rounds once.
+        # One row, few rows of small weights, and many rows on Hopper take one launch, which rounds once.
         if group is None and are_few(x, gate_up):
             return few_rows(x, gate_up, glu=2 if gelu else 1)
         if isinstance(x, Quantized) and can_gate(x, gate_up):

@@ -64,6 +64,11 @@ class Decoder:
         scale = torch.tensor(self.config.embedding_multiplier, dtype=self.weights.embed.dtype)
         object.__setattr__(self, "embedding_scale", scale.item())
 
+    @property
+    def most_blocks(self) -> int:
+        """KV blocks of the longest sequence."""
+        return -(-self.cos_sin.shape[1] // self.cache.block_tokens)
+
     def embed(self, token_ids: Tensor, ops: TorchOps) -> Hidden:
         """Look up the embeddings of [rows] integer token ids."""
         if ops.communicator is None:

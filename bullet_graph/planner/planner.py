@@ -98,11 +98,12 @@ class Planner:
                 return Plan("solo", decode=decode is not None)
             ms = predictor.decode_ms(decode.batch_size, decode.kv_tokens)
             interval_ms = self._unhurried_ms(decode, ms) if self.policy.name == "auto" else 0.0
-            least_rows = max(self._lone_rows, decode.batch_size)
-            padded_ms = predictor.decode_ms(least_rows, decode.kv_tokens)
-            if padded_ms > interval_ms:
-                least_rows, padded_ms = 1, ms
-            return Plan("solo", decode=True, decode_ms=padded_ms, interval_ms=interval_ms, least_rows=least_rows)
+            least_rows = 1
+            if decode.batch_size < self._lone_rows:
+                padded_ms = predictor.decode_ms(self._lone_rows, decode.kv_tokens)
+                if padded_ms <= interval_ms:
+                    ms, least_rows = padded_ms, self._lone_rows
+            return Plan("solo", decode=True, decode_ms=ms, interval_ms=interval_ms, least_rows=least_rows)
         if predictor is None:
             return self._unpredicted(decode)
         backlog = Backlog(load, predictor)

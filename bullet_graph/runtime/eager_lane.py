@@ -93,9 +93,10 @@ class EagerLane:
         self._sampled_buckets = batch_size_buckets(max_num_seqs)
         self._windows = decoder.cache.distinct_windows
         # Fourteen arrays with an entry per row or sequence, and two more for each window. Then the block ids, twice for
-        # prompts that end. A bucket has at most ``max_rows``, too; scored rows are padded.
+        # prompts that end; sequences may share blocks. A bucket has at most ``max_rows``, too; scored rows are padded.
         num_arrays = 14 + 2 * len(self._windows)
-        self._uploader = Uploader(num_arrays * (max_rows + SCORED_ROWS) + 2 * decoder.cache.num_blocks, device)
+        most_ids = 2 * max_num_seqs * decoder.most_blocks
+        self._uploader = Uploader(num_arrays * (max_rows + SCORED_ROWS) + most_ids, device)
 
     def run(self, rows: Rows, *, whole_gpu: bool = True) -> tuple[Tensor, Tensor]:
         """Enqueue a whole forward on the current stream; returns as :meth:`finish`."""

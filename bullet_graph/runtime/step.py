@@ -124,7 +124,8 @@ class Placement:
     """Where a step runs, and which of its layers; decode rows run on the decode lane only.
 
     It continues the lane's step at ``first_layer`` (0 begins one) and stops before ``last_layer`` (None: it samples).
-    With ``takes_turns`` it begins, on the device, after all earlier launches of the other lane. ``least_rows`` pad it.
+    With ``takes_turns`` it begins, on the device, after all earlier launches of the other lane.
+    A decode step is padded to ``least_rows``, if there is a graph of that size.
     """
 
     lane: Lane = "decode"

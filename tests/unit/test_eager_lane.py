@@ -132,6 +132,17 @@ def test_rows_go_through_triton_s_kernels(runs: Runs) -> None:
     assert len(runs) == 2
 
 
+@pytest.mark.usefixtures("runs")
+@torch.inference_mode()
+def test_rows_may_share_more_blocks_than_the_cache_has() -> None:
+    decoder = new_decoder(CONFIG, num_blocks=200, block_tokens=BLOCK_TOKENS, max_len=199 * BLOCK_TOKENS)
+    lane = EagerLane(decoder, SamplingState(MAX_SEQS, CONFIG.vocab_size, CPU), max_num_seqs=MAX_SEQS, max_rows=8)
+    blocks = np.tile(np.arange(1, 200), MAX_SEQS)
+    rows = make_rows([], [199 * BLOCK_TOKENS - 1] * MAX_SEQS, num_blocks=200, block_tokens=BLOCK_TOKENS, blocks=blocks)
+    assert len(rows.kv_indices) == MAX_SEQS * 199
+    lane.begin(rows)
+
+
 @pytest.mark.usefixtures("rounding")
 @pytest.mark.parametrize("runs", ["triton"], indirect=True)
 @pytest.mark.parametrize(

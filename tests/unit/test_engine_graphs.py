@@ -169,6 +169,7 @@ def test_all_is_captured_before_the_weights_are_there_and_timed_after(make: Make
     assert executor.capture.num_graphs == len(ORDER)
     assert executor.partitions == (WHOLE_GPU, NARROW)
     assert (executor.max_batch_size(WHOLE_GPU), executor.max_batch_size(NARROW)) == (64, 16)
+    assert executor.lone_rows == 2
     assert {phase.name for phase in clock.report().phases} == {"kernels", "decode graphs", "piecewise graphs"}
 
 
@@ -225,7 +226,7 @@ def test_a_capture_takes_turns_with_the_other_lane(make: Make, gpu: FakeGpu) -> 
 def test_nothing_is_captured_without_graphs(make: Make, gpu: FakeGpu) -> None:
     executor = make(cuda_graphs=False, ready="hot")
     assert done(gpu) == ["join"]
-    assert executor.capture is None
+    assert (executor.capture, executor.lone_rows) == (None, 1)
     assert executor.max_batch_size(NARROW) is None, "nothing is captured, so nothing limits a batch"
     assert executor.num_missing_graphs == 0
     assert not executor.prepare_next()

@@ -119,13 +119,15 @@ def test_a_step_replays_the_smallest_graph_of_its_partition(monkeypatch: pytest.
     monkeypatch.setattr(DecodeGraphs, "_pad", lambda _, inputs, size: padded.append(size) or inputs)
     monkeypatch.setattr(DecodeGraphs, "_prepare", lambda *_: None)
 
-    def run(rows: int, partition: SmPartition = WHOLE_GPU) -> int:
-        tokens = graphs.run(DecodeInputs([0] * rows, *[None] * 5), partition)  # type: ignore[arg-type, list-item]
-        return len(tokens)
+    def run(rows: int, partition: SmPartition = WHOLE_GPU, least_rows: int = 1) -> int:
+        inputs = DecodeInputs([0] * rows, *[None] * 5)  # type: ignore[arg-type, list-item]
+        return len(graphs.run(inputs, partition, least_rows))
 
     assert [run(3), run(8), run(9), run(9, NARROW)] == [3, 8, 9, 9]
     assert replayed == [GraphKey(8), GraphKey(8), GraphKey(64), GraphKey(16, NARROW)]
-    assert padded == [8, 8, 64, 16]
+    # Padded further to a size there is; to none else.
+    assert [run(3, least_rows=64), run(3, least_rows=9), run(9, least_rows=8), run(9, NARROW, 99)] == [3, 3, 9, 9]
+    assert padded == [8, 8, 64, 16, 64, 8, 64, 16]
     with pytest.raises(ConfigError, match=r"no decode graph was captured for .*batch_size=17"):
         run(17, NARROW)
 

@@ -21,6 +21,8 @@ def test_no_token_of_a_launch_that_a_failure_has_ended() -> None:
 
     with pytest.raises(RankError, match="rank 1 ended"):
         RankedExecutor(Mock(now=lambda: 0.0, wait_any=ended), ranks).wait(7)
+    # What the planner asks an executor is the same on all ranks.
+    assert RankedExecutor(Mock(lone_rows=2), ranks).lone_rows == 2
     ranks.stop()
 
 

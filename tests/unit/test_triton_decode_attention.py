@@ -134,6 +134,8 @@ def check(
         (8, 1, 64, HALF),
         (16, 8, 128, HALF),
         (3, 3, 64, HALF),
+        (40, 40, 16, torch.float32),
+        (32, 1, 16, HALF),
     ],
 )
 def test_any_heads(heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> None:
@@ -244,4 +246,4 @@ def test_bad_plans() -> None:
 def test_an_fp8_cache(window: int | None) -> None:
     config = dataclasses.replace(model(window=window), fp8_kv=True)
     check(config, [1, 16, 40], padding_rows=1)
-    check(config, [33], dtype=HALF)
+    check(dataclasses.replace(config, num_heads=14, num_kv_heads=1, head_dim=256), [33], dtype=HALF)

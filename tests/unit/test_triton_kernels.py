@@ -11,6 +11,7 @@ from bullet_graph.models.presets import PRESETS
 
 pytest.importorskip("triton", reason="Triton is published for Linux only")
 
+from bullet_graph.kernels.few_rows import are_few
 from bullet_graph.kernels.triton_ops import TritonOps
 from bullet_graph.kernels.triton_ops import sample as triton_sample
 
@@ -88,6 +89,12 @@ def test_linear_of_few_rows(
     out = torch.full_like(expected, torch.nan)
     assert TritonOps().linear(x, Linear(weight, bias), out=out) is out
     torch.testing.assert_close(out, expected, rtol=rtol, atol=atol)
+
+
+def test_large_products_of_several_rows_are_torch_s() -> None:
+    small, large = (Linear(torch.empty(rows, 4096, dtype=torch.float16)) for rows in (2048, 2049))
+    x = torch.empty(2, 4096, dtype=torch.float16)
+    assert [are_few(rows, of) for rows in (x[:1], x) for of in (small, large)] == [True, True, True, False]
 
 
 @pytest.mark.parametrize("gelu", [False, True])
