@@ -200,7 +200,7 @@ def decode_attention_kernel(
             mass = tl.zeros((Q_BLOCK,), tl.float32)
             zeros = tl.zeros((HEAD_DIM // PACKED, Q_BLOCK), tl.float32)
             sums = (zeros, zeros, zeros, zeros) if IN_FP8 else (zeros,)
-            block = tl.load(ids_ptr + first_start // BLOCK_TOKENS)
+            block = tl.load(ids_ptr)
             for start in tl.range(first_start, num_tokens, _TILE, num_stages=3):
                 inside = start + keys < num_tokens
                 if WINDOW > 0:

@@ -19,6 +19,7 @@ from engines import (
 )
 
 from bullet_graph import ConfigError, Engine, RequestError, RequestOutput, Slo
+from bullet_graph.runtime.executor import Executor
 
 # ---- the same tokens in every policy ----
 
@@ -182,3 +183,10 @@ def test_a_policy_that_cannot_be_leaves_the_old_one(
         assert tokens_of(output) == [expected[2]]
         assert output.slo == EASY
         assert set(engine.stats().policy_seconds) == {"solo"}
+
+
+def test_the_planner_pads_a_sequence_alone_as_the_executor_says(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Executor, "lone_rows", 2)
+    with make(model, "auto", slo=EASY) as engine:
+        engine.set_policy("mixed")
+        assert engine._core.planner._lone_rows == 2

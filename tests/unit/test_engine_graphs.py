@@ -137,7 +137,8 @@ def make(monkeypatch: pytest.MonkeyPatch, gpu: FakeGpu) -> Make:
         cos_sin=torch.empty(1), config=SimpleNamespace(num_layers=LAYERS, vocab_size=8, num_experts=0), weights=None
     )
 
-    def make(clock: StartClock | None = None, **settings: Any) -> cuda.CudaExecutor:
+    def make(clock: StartClock | None = None, num_experts: int = 0, **settings: Any) -> cuda.CudaExecutor:
+        decoder.config.num_experts = num_experts
         return cuda.CudaExecutor(
             decoder,
             EngineConfig(model="tiny", max_num_seqs=64, policy=Policy("split"), **settings),
@@ -224,6 +225,8 @@ def test_a_capture_takes_turns_with_the_other_lane(make: Make, gpu: FakeGpu) -> 
 
 
 def test_nothing_is_captured_without_graphs(make: Make, gpu: FakeGpu) -> None:
+    assert make(num_experts=8).lone_rows == 1, "padding reads experts"
+    gpu.log.clear()
     executor = make(cuda_graphs=False, ready="hot")
     assert done(gpu) == ["join"]
     assert (executor.capture, executor.lone_rows) == (None, 1)

@@ -55,7 +55,7 @@ class TestWithoutChoice:
         assert planner("mixed").plan(load).interval_ms == 0.0
         assert planner("auto").plan(load_of(decoding(64, tpot=tpot), 100)).interval_ms == 0.0
 
-    @pytest.mark.parametrize(("batch_size", "tpot"), [(1, 15.0), (1, 6.0), (2, 15.0), (1, math.inf)])
+    @pytest.mark.parametrize(("batch_size", "tpot"), [(1, 15.0), (1, 6.0), (1, 5.1), (2, 15.0), (1, math.inf)])
     def test_an_unhurried_sequence_alone_is_padded_if_there_is_time(self, batch_size: int, tpot: float) -> None:
         load = load_of(decoding(batch_size, tpot=tpot))
         plan, unpadded = planner(lone_rows=2).plan(load), planner().plan(load)

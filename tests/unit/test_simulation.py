@@ -9,8 +9,10 @@ import pytest
 from fakes.perf_tables import LLAMA_8B
 from hypothesis import given
 from hypothesis import strategies as st
+from planner_loads import decoding, load_of
 from simulated_engines import changed
 
+from bullet_graph.cli.simulate import Simulator
 from bullet_graph.config import EngineConfig, Policy, PromptOrder
 from bullet_graph.engine.simulation import SimulatedEngine, Simulation, SimulationSettings, simulate
 from bullet_graph.errors import ConfigError, PartitionError
@@ -26,7 +28,7 @@ from bullet_graph.runtime.rows import Chunk, make_batches
 from bullet_graph.runtime.simulated import SimulatedExecutor
 from bullet_graph.runtime.step import DecodeBatch, Placement, Step
 from bullet_graph.slo import NO_TARGETS, Slo
-from bullet_graph.workloads import Workload, WorkloadRequest, load_workload
+from bullet_graph.workloads import Arrivals, Workload, WorkloadRequest, load_workload
 
 MODEL = Roofline(H200, LLAMA_8B)
 CONFIG = EngineConfig(model="tiny", policy=Policy("auto"), max_num_seqs=64)
@@ -242,6 +244,30 @@ def test_common_blocks_take_less_time() -> None:
     device.launch(Step((), None, decode, None), on("decode"))
     ((_, _, tokens, _),) = model.asked
     assert 40 * 201 - tokens / 16 == pytest.approx(0.6 * 39 * 200, abs=1)
+
+
+@pytest.mark.parametrize(
+    ("model", "kv_cache_dtype", "expected"),
+    [
+        *(("llama-3.1-8b", "auto", (0.6, 2)), ("llama-3.1-8b", "fp8", (0.0, 2))),
+        *(("qwen3-30b-a3b", "auto", (0.6, 1)), ("qwen3-30b-a3b", "fp8", (0.0, 1))),
+    ],
+)
+def test_what_holds_for_a_model_s_format_and_experts(
+    model: str, kv_cache_dtype: Any, expected: tuple[float, int]
+) -> None:
+    config = EngineConfig(model=model, kv_cache_dtype=kv_cache_dtype)
+    simulator = Simulator(
+        gpu="roofline:h200", config=config, trace="synthetic:conv", num_prompts=1, arrivals=Arrivals(request_rate=1.0)
+    )
+    settings = simulator.settings(Policy("auto"))
+    assert (settings.cached_reads, settings.lone_rows) == expected
+
+
+@pytest.mark.parametrize("lone_rows", [1, 2])
+def test_a_simulated_engine_pads_as_its_settings_say(lone_rows: int) -> None:
+    engine = SimulatedEngine(Roofline(H200, LLAMA_8B), changed(SETTINGS, lone_rows=lone_rows))
+    assert engine.planner.plan(load_of(decoding(1, tpot=50.0))).least_rows == lone_rows
 
 
 def test_tokens_are_zeros_of_the_right_count() -> None:

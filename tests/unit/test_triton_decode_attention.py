@@ -194,15 +194,18 @@ def test_a_plan_reads_its_batch_when_it_runs() -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "head_dim", "rows", "num_sms", "programs"),
+    ("dtype", "heads", "head_dim", "rows", "num_sms", "programs"),
     [
-        *((HALF, 128, 16, 8, 4), (HALF, 128, 17, 8, 8), (HALF, 128, 16, 6, 8), (HALF, 256, 17, 8, 6)),
-        *((torch.float8_e4m3fn, 128, 8, 8, 4), (torch.float8_e4m3fn, 256, 9, 8, 8), (torch.float32, 256, 1, 8, 3)),
+        *((HALF, 8, 128, 16, 8, 4), (HALF, 8, 128, 17, 8, 8), (HALF, 8, 128, 16, 6, 8), (HALF, 8, 256, 17, 8, 6)),
+        *((torch.float8_e4m3fn, 8, 128, 8, 8, 4), (torch.float8_e4m3fn, 8, 256, 9, 8, 8)),
+        *((torch.float32, 8, 256, 1, 8, 3), (HALF, 256, 128, 17, 8, 4)),
     ],
 )
-def test_programs_of_an_sm(dtype: torch.dtype, head_dim: int, rows: int, num_sms: int, programs: int) -> None:
-    """Fewer where there are few key heads to read, on all SMs, and where heads are large."""
-    config = model(heads=8, kv_heads=8, head_dim=head_dim)
+def test_programs_of_an_sm(
+    dtype: torch.dtype, heads: int, head_dim: int, rows: int, num_sms: int, programs: int
+) -> None:
+    """Fewer where there are few key heads to read, on all SMs, where heads are large, or many to a key head."""
+    config = model(heads=heads, kv_heads=8, head_dim=head_dim)
     lane = lane_of(config, filled_cache(config, 1, dtype), max_rows=17, num_sms=8)
     indptr = torch.arange(rows + 1, dtype=torch.int32)
     plan = lane.plan(DecodeBatch(indptr, indptr[:-1], torch.ones_like(indptr[:-1])), num_sms=num_sms)
