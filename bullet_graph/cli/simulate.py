@@ -35,6 +35,7 @@ from bullet_graph.perf.performance import PaddedModel, PerformanceModel
 from bullet_graph.perf.predict import TableModel
 from bullet_graph.perf.roofline import Roofline
 from bullet_graph.perf.table import for_lengths, format_name, gpu_nickname, load_table, shape_numbers
+from bullet_graph.runtime.executor import gpu_lone_rows
 from bullet_graph.runtime.memory import GIB, DeviceMemory, plan_memory, workspace_bytes
 from bullet_graph.runtime.performance import table_model
 from bullet_graph.slo import NO_TARGETS
@@ -177,7 +178,7 @@ class Simulator:
             capture_plan=capture_plan or self.capture_plan,
             host_overhead_ms=self._host_overhead_ms,
             cached_reads=0.0 if self.model.fp8_kv or any(self.model.windows) else _CACHED_READS,
-            lone_rows=1 if self.model.num_experts else 2,
+            lone_rows=gpu_lone_rows(self.config, self.model),
         )
 
     def open_trace(self, path: Path, policy: Policy, *, overwrite: bool) -> DecisionTrace:

@@ -20,11 +20,15 @@ from bullet_graph.kernels.memory import KVCache
 from bullet_graph.perf.roofline import DecoderShape
 
 _LEAST_COLUMNS = 8  # of the tensor cores' smallest product
-_MOST_CTAS, _FEW_CTAS = 8, 4  # programs that an SM holds at once
-_HEAD_BYTES = 3072  # of one head's key, times the programs whose tiles fit an H200's SM
+_MOST_PROGRAMS, _FEW_PROGRAMS = 8, 4  # that an SM holds at once
+_HEAD_BYTES = 3072
+"""An SM of an H200 has shared memory for the tiles of 12 programs whose key heads take 256 bytes a token."""
 _FEW_HEADS = 64
-"""Up to so many key heads of all rows, and twice as many in 16 bits, on all SMs, fewer programs are faster: there are
-fewer partial results to add up."""
+"""With at most so many key heads over all rows (twice as many in 16 bits), fewer programs are faster on all SMs: they
+leave fewer partial results."""
+_COMBINE_ROWS = 32
+"""From so many rows on, the program that finishes a sequence last adds its parts up. Fewer rows have many parts each,
+which a second kernel adds on more SMs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,14 +58,11 @@ def window_indptr(kv_lens: NDArray[np.int32], window: int, block_tokens: int) ->
 class TritonDecodeAttention:
     """Kernels and scratch of one lane; never shared by two lanes that run at the same time.
 
-    The launches do not depend on lengths, so a captured graph serves batches of any. From ``combine_rows`` rows on, the
-    program that finishes a sequence last adds its parts up. Fewer rows have many parts each, which a second kernel adds
-    on more SMs. Raises ConfigError for sizes of heads or blocks that the kernels cannot take.
+    The launches do not depend on lengths, so a captured graph serves batches of any. Raises ConfigError for sizes of
+    heads or blocks that the kernels cannot take.
     """
 
-    def __init__(
-        self, config: DecoderShape, cache: KVCache, *, max_rows: int, gpu: Gpu, combine_rows: int = 32
-    ) -> None:
+    def __init__(self, config: DecoderShape, cache: KVCache, *, max_rows: int, gpu: Gpu) -> None:
         if config.head_dim < TILE or config.head_dim & (config.head_dim - 1):
             raise ConfigError(
                 f"decode attention needs a head_dim that is a power of two of at least {TILE}, "
@@ -69,7 +70,7 @@ class TritonDecodeAttention:
             )
         if cache.block_tokens % TILE:
             raise ConfigError(f"decode attention needs blocks of a multiple of {TILE} tokens, got {cache.block_tokens}")
-        self._combine_rows, self._config = combine_rows, config
+        self._config = config
         self._queries: int = max(_LEAST_COLUMNS, triton.next_power_of_2(config.num_heads // config.num_kv_heads))
         self._num_warps = max(self._queries // 16, 1)
         self.cache = cache
@@ -106,19 +107,19 @@ class TritonDecodeAttention:
             batch,
             rows,
             {window: self._attention(rows, workers, window) for window in self._windows},
-            None if rows >= self._combine_rows else self._combination(rows, workers),
+            None if rows >= _COMBINE_ROWS else self._combination(rows, workers),
         )
 
     def _workers(self, num_sms: int, rows: int = 0) -> int:
         """Ranges that the work of so many rows, 0 for many, is cut into; a program per key head runs for each."""
         heads, itemsize = self._config.num_kv_heads, self.cache.layer(0)[0].itemsize
         are_few = 0 < rows * heads <= _FEW_HEADS * itemsize and num_sms == self._num_sms
-        most = (_FEW_CTAS if are_few else _MOST_CTAS) // self._num_warps
-        ctas: int = max(min(most, _HEAD_BYTES // (self._config.head_dim * itemsize)), 1)
-        return max(num_sms * ctas // heads, 1)
+        most = (_FEW_PROGRAMS if are_few else _MOST_PROGRAMS) // self._num_warps
+        programs: int = max(min(most, _HEAD_BYTES // (self._config.head_dim * itemsize)), 1)
+        return max(num_sms * programs // heads, 1)
 
     def _attention(self, rows: int, workers: int, window: int | None) -> Callable[..., None]:
-        config, combines = self._config, rows >= self._combine_rows
+        config, combines = self._config, rows >= _COMBINE_ROWS
         return partial(
             quick(decode_attention_kernel)[(workers * config.num_kv_heads,)],
             num_rows=rows,
@@ -133,7 +134,7 @@ class TritonDecodeAttention:
             COMBINE=combines,
             TRIGGER=self._overlap_launches and not combines,
             num_warps=self._num_warps,
-            # Else the GPU gives shared memory for 12 programs an SM, and products of one row lack L1 cache: 8 % slower.
+            # With 168, the compiler's choice, products of one row take 8 % more time: it seems that they lack L1 cache.
             maxnreg=None if config.fp8_kv else 255,
         )
 

@@ -17,7 +17,7 @@ FEW_ROWS = 8
 """Most rows that these kernels take: the columns of a tensor core's tile."""
 _LEAST_BLOCK, _MOST_BLOCK = 128, 2048  # columns that a program reads at once, a power of two
 _MOST_BYTES = 2**24
-"""Larger 16-bit weights are left to torch from two rows on: as fast, with 2 to 7 % less energy (H200, bench/LOG.md)."""
+"""From two rows on, torch takes larger 16-bit weights, with 2 to 7 % less energy (H200, bench/LOG.md)."""
 
 
 def are_few(x: Tensor | Quantized, linear: Linear) -> TypeGuard[Tensor]:

@@ -29,7 +29,7 @@ from bullet_graph.partition.backend import PartitionBackend
 from bullet_graph.partition.masks import WHOLE_GPU, Lane, SmPartition
 from bullet_graph.perf.start_report import StartClock
 from bullet_graph.runtime.eager_lane import EagerForward, EagerLane
-from bullet_graph.runtime.executor import Executor, clear_frames, keep_for_ever
+from bullet_graph.runtime.executor import Executor, clear_frames, gpu_lone_rows, keep_for_ever
 from bullet_graph.runtime.rows import Rows, adjustments_row, lay_out, settings_row
 from bullet_graph.runtime.step import Int32Array, Placement, SlotInit, Step, StepLogprobs, StepResult
 
@@ -144,8 +144,7 @@ class CudaExecutor(Executor):
         self.num_sms = torch.cuda.get_device_properties(device).multi_processor_count
         self.partitions = tuple(plan.batch_sizes)
         self.has_prefill_lane = config.policy.uses_prefill_lane
-        # Kernels of one row are the fastest, but take more energy (bench/LOG.md). With experts, padding reads weights.
-        self.lone_rows = 2 if config.cuda_graphs and not decoder.config.num_experts else 1
+        self.lone_rows = gpu_lone_rows(config, decoder.config)
         # Weights and cache were made on the default stream. The other streams are still loading the weights.
         torch.cuda.default_stream(device).synchronize()
         stream = self._stream("decode", WHOLE_GPU)

@@ -7,7 +7,9 @@ import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
+from bullet_graph.config import EngineConfig
 from bullet_graph.partition.masks import WHOLE_GPU, SmPartition, lane_sms
+from bullet_graph.perf.roofline import DecoderShape
 from bullet_graph.runtime.step import Placement, Step, StepResult
 
 
@@ -83,6 +85,12 @@ class Executor(ABC):
         The frames in the traceback of ``failure``, which ended the engine, may hold device memory. They are cleared,
         but kept for ever if the device has failed: freeing its memory would abort the process.
         """
+
+
+def gpu_lone_rows(config: EngineConfig, shape: DecoderShape) -> int:
+    """:attr:`Executor.lone_rows` on a GPU: kernels of one row are the fastest, but take more energy (bench/LOG.md)."""
+    # With experts, a row of padding reads more weights.
+    return 2 if config.cuda_graphs and not shape.num_experts else 1
 
 
 def keep_for_ever(what: object) -> None:

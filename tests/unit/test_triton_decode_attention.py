@@ -51,10 +51,8 @@ def rows_of(q: torch.Tensor) -> LayerRows:
     return LayerRows(q, q[:, :0], q[:, :0])
 
 
-def lane_of(
-    config: ModelConfig, cache: KVCache, *, max_rows: int = 2, num_sms: int = 1, combine_rows: int = 32
-) -> TritonDecodeAttention:
-    return TritonDecodeAttention(config, cache, max_rows=max_rows, gpu=Gpu(num_sms, (8, 0)), combine_rows=combine_rows)
+def lane_of(config: ModelConfig, cache: KVCache, *, max_rows: int = 2, num_sms: int = 1) -> TritonDecodeAttention:
+    return TritonDecodeAttention(config, cache, max_rows=max_rows, gpu=Gpu(num_sms, (8, 0)))
 
 
 def check(
@@ -114,9 +112,10 @@ def check(
     tolerance = TOLERANCE[dtype]
     expected = reference.run(LAYER, rows_of(q.float()))
     for combine_rows, few_heads in product((1, rows + 1), (0, 64)):
-        lane = lane_of(config, cache, max_rows=rows + 1, num_sms=num_sms, combine_rows=combine_rows)
+        lane = lane_of(config, cache, max_rows=rows + 1, num_sms=num_sms)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("bullet_graph.kernels.decode_attention._FEW_HEADS", few_heads)
+            patch.setattr("bullet_graph.kernels.decode_attention._COMBINE_ROWS", combine_rows)
             plan = lane.plan(batch)
         assert (plan.combination is None) == (combine_rows == 1)
         first = plan.run(LAYER, rows_of(q))
