@@ -100,7 +100,9 @@ def keep_for_ever(what: object) -> None:
 
 def clear_frames(failure: BaseException | None) -> None:
     """Free what the tracebacks of an error and of its causes hold, and everything else that only cycles hold."""
-    while failure is not None:
+    cleared: list[BaseException] = []  # causes may form a ring
+    while failure is not None and failure not in cleared:
+        cleared.append(failure)
         traceback.clear_frames(failure.__traceback__)
         failure = failure.__cause__ or failure.__context__
     gc.collect()

@@ -141,10 +141,12 @@ class Ranks:
         """Raise why this rank got an error: the failure of another one, if one comes soon, or else the error itself."""
         with self._changed:
             self._changed.wait_for(lambda: self.failure is not None, timeout=2.0)
-        if self.failure is not None:
-            raise self.failure from error
-        self.fail(RankError(f"rank 0 failed: {error}"))
-        raise error
+        failure = self.failure
+        if failure is None:
+            self.fail(RankError(f"rank 0 failed: {error}"))
+        if failure in (None, error):
+            raise error  # not from itself
+        raise failure from error
 
     def connect(self, device: torch.device) -> None:
         """Make rank 0's communicators, together with the others, once these are ready."""

@@ -8,6 +8,7 @@ import pytest
 
 from bullet_graph.errors import RankError
 from bullet_graph.runtime import ranks as ranks_module
+from bullet_graph.runtime.executor import clear_frames
 from bullet_graph.runtime.ranks import RankedExecutor, Ranks
 
 
@@ -32,6 +33,25 @@ def test_an_error_of_this_rank_ends_the_others() -> None:
     with pytest.raises(ValueError, match="its own error"):
         ranks.explain(ValueError("its own error"))
     other.abort.assert_called_once()
+    ranks.stop()
+
+
+def test_a_failure_that_is_met_again_does_not_become_its_own_cause() -> None:
+    """Shutdowns follow the causes to free what their frames hold: a ring would keep them there for ever."""
+    ranks = Ranks(1)
+
+    def break_off(_: bytes) -> None:
+        ranks.failure = RankError("rank 1 ended")
+        raise BrokenPipeError
+
+    ranks._connections = [Mock(send_bytes=break_off)]
+    with pytest.raises(RankError, match="rank 1 ended") as met:
+        RankedExecutor(Mock(num_missing_graphs=1), ranks).prepare_next()
+    assert isinstance(met.value.__cause__, BrokenPipeError)
+    clear_frames(met.value)
+    # The other way to a ring: the failure was already known to what is raised because of it.
+    met.value.__cause__.__context__ = met.value
+    clear_frames(met.value)
     ranks.stop()
 
 
