@@ -324,7 +324,7 @@ model is named. The H100's chats were measured before prompts waited for room.
 FILES = """
 ## Files
 
-Each file has its date, command (`argv`), device, versions and commit; but these are older and lack the command:
+Each file has its date, command (`argv`), device, versions and commit; but these lack the command:
 """
 
 

@@ -273,7 +273,7 @@ class CompiledOps(TorchOps):
 class TritonNormOps(CompiledOps):
     """Operations of compiled parts on a GPU, with the Triton kernel of the norm.
 
-    That kernel reads a row once, Inductor's reads it twice (bench/results/h200/decode_step.json).
+    That kernel reads a row once, Inductor's reads it twice (bench/results/h200/changed/decode_step_norms.json).
     """
 
     def add_rms_norm(

@@ -39,10 +39,11 @@ class GpuReport:
         self.tests: list[dict[str, object]] = []
 
     @pytest.hookimpl(wrapper=True)
-    def pytest_runtestloop(self) -> Iterator[None]:
+    def pytest_runtestloop(self, session: pytest.Session) -> Iterator[None]:
         with DeviceMonitor(open_probe(torch.device("cuda"))) as monitor:
             outcome = yield
         report = {
+            "argv": ["pytest", *session.config.invocation_params.args],
             "tests": self.tests,
             "device": dataclasses.asdict(monitor.report),
             "provenance": dataclasses.asdict(collect_provenance("cuda")),
