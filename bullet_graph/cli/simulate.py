@@ -17,7 +17,7 @@ from bullet_graph.cli.options import FILE, all_of, result_options, setting_optio
 from bullet_graph.cli.replay_options import SIMULATED_MODEL, GoodputCommand, gpu_option, replay_options, search_options
 from bullet_graph.cli.result_file import Output, check_plot_file, write_result_file
 from bullet_graph.cli.tables import ReplayRun, counters, emit_replays, goodput_table, print_line, print_table
-from bullet_graph.config import EngineConfig, Policy
+from bullet_graph.config import KV_BLOCK_TOKENS, EngineConfig, Policy
 from bullet_graph.engine.simulation import HOST_OVERHEAD_MS, SimulationSettings
 from bullet_graph.engine.simulation import simulate as serve_simulated
 from bullet_graph.engine.trace import DecisionTrace, trace_header
@@ -46,7 +46,6 @@ _CONTEXT_BYTES = GIB
 """What the driver and a process take before an engine does: 0.8 GiB on an H200, up to 1.5 on an H100."""
 _AMPLE_BYTES = 2**60
 """Of a GPU whose memory is not known, where the KV cache has a given size."""
-_CACHED_READS = 0.6  # a fit on an H200 (bench/LOG.md); FP8 caches and models with windows were not measured
 
 
 class Simulator:
@@ -171,13 +170,14 @@ class Simulator:
 
     def settings(self, policy: Policy, capture_plan: CapturePlan | None = None) -> SimulationSettings:
         """The engine to simulate, under the simulator's ``capture_plan`` where none is given."""
+        block_bytes = 2 * KV_BLOCK_TOKENS * self.model.kv_size * DTYPE_BYTES[self.dtype]
         return SimulationSettings(
             config=dataclasses.replace(self.config, policy=policy),
             kv_cache_tokens=self.kv_cache_tokens,
             max_model_len=self.max_model_len,
             capture_plan=capture_plan or self.capture_plan,
             host_overhead_ms=self._host_overhead_ms,
-            cached_reads=0.0 if self.model.fp8_kv or any(self.model.windows) else _CACHED_READS,
+            block_bytes=None if self.model.fp8_kv or any(self.model.windows) else block_bytes,
             lone_rows=gpu_lone_rows(self.config, self.model),
         )
 

@@ -205,6 +205,10 @@ class BlockPool:
         blocks: list[int] = self._table[slot, : self._counts[slot]].tolist()
         return blocks
 
+    def first_block(self, slot: int) -> int:
+        """The slot's first block; sequences that have it in common begin with the same tokens."""
+        return int(self._table[slot, 0])
+
     def flatten(
         self, slots: Int32Array, num_tokens: Int32Array, since: Int32Array | None = None
     ) -> tuple[Int32Array, Int32Array, Int32Array]:

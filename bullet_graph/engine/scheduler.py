@@ -173,6 +173,9 @@ class Scheduler:
         finished since then. Sequences without a block for the next token are left out.
         """
         decoding = self._take_decode(decode) if decode else []
+        if self.prefix_caching:
+            # Neighbours that begin with the same blocks may read them once.
+            decoding.sort(key=lambda sequence: self.pool.first_block(sequence.slot))
         chunks = self._take_prefill(prompts, chunk_tokens) if chunk_tokens else []
         if not chunks and not decoding:
             return None

@@ -41,7 +41,7 @@ class SimulationSettings:
     """The engine to simulate: its configuration, and what a start would find out.
 
     Without ``decode_sms`` in the configuration there are all sizes of the performance model, unless ``capture_plan``
-    names the CUDA graphs there are. ``host_overhead_ms`` and ``cached_reads`` are those of
+    names the CUDA graphs there are. ``host_overhead_ms`` and ``block_bytes`` are those of
     :class:`~bullet_graph.runtime.simulated.SimulatedExecutor`, ``lone_rows`` those of its base.
     Numbers out of range raise ConfigError at construction.
     """
@@ -51,7 +51,7 @@ class SimulationSettings:
     max_model_len: int
     capture_plan: CapturePlan | None = None
     host_overhead_ms: float = HOST_OVERHEAD_MS
-    cached_reads: float = 0.0
+    block_bytes: int | None = None
     lone_rows: int = 1
 
     def __post_init__(self) -> None:
@@ -97,7 +97,7 @@ class SimulatedEngine(EngineCore):
             partitions=[partition_of(sms, num_sms=model.num_sms) for sms in decode_sms],
             host_overhead_ms=settings.host_overhead_ms,
             eager_layer_ms=_EAGER_LAYERS_PER_LAUNCH * settings.host_overhead_ms,
-            cached_reads=settings.cached_reads,
+            block_bytes=settings.block_bytes,
             max_batch_sizes={} if plan is None else {p: sizes[-1] for p, sizes in plan.batch_sizes.items()},
             on_step=on_step,
         )

@@ -16,6 +16,7 @@ from bullet_graph.kernels.few_rows import FEW_ROWS
 from bullet_graph.kernels.gpu import Gpu, captured, fitting_blas
 from bullet_graph.kernels.memory import Uploader
 from bullet_graph.kernels.sampler import SamplingState
+from bullet_graph.kernels.shared_blocks import SharedBlocks
 from bullet_graph.kernels.triton_ops import TritonOps, sample
 from bullet_graph.models.decoder import Decoder
 from bullet_graph.models.layers import LayerFunctions, eager_functions
@@ -49,6 +50,7 @@ class _DeviceStep:
     attention: PlannedDecode
 
 
+_LEAST_SHARING_ROWS = 8
 _EMPTY: Int32Array = np.zeros(0, dtype=np.int32)
 _NO_ROWS = DecodeInputs(_EMPTY, _EMPTY, _EMPTY, _EMPTY, np.zeros(1, dtype=np.int32), _EMPTY)
 
@@ -59,6 +61,9 @@ class DecodeGraphs:
     All graphs read their inputs from one device buffer, and include sampling and the feed of the next token: a step
     needs one small copy from the host.
 
+    With ``shares_prefixes``, larger steps on the whole GPU have a second graph, which reads the first blocks that
+    neighbouring rows have in common once. It is replayed where that saves enough.
+
     Padding rows read and write slot ``max_batch_size``. Steps of few rows, and in FP8, are not compiled.
     """
 
@@ -68,6 +73,7 @@ class DecodeGraphs:
         state: SamplingState,
         *,
         max_batch_size: int,
+        shares_prefixes: bool = False,
         compiler: PartCompiler = compile_now,
         communicator: Communicator | None = None,
     ) -> None:
@@ -84,15 +90,17 @@ class DecodeGraphs:
         self._padding_slot = max_batch_size
         self.batch_sizes = batch_size_buckets(max_batch_size)
         self._windows = decoder.cache.distinct_windows
-        # Six arrays with an entry per row, and one more for each window. Then the block ids, with those of padding:
-        # rows may share blocks.
+        self._shares_prefixes = shares_prefixes and self._attention.can_share
+        # Six arrays with an entry per row, and one more for each window. Common blocks take 2.5 entries per row. Then
+        # the block ids, with those of padding: rows may share blocks.
         self._uploader = Uploader(
-            (6 + len(self._windows)) * (max_batch_size + 8) + max_batch_size * (decoder.most_blocks + 1), device
+            (9 + len(self._windows)) * (max_batch_size + 8) + max_batch_size * (decoder.most_blocks + 1), device
         )
         self._logits = torch.empty(
             max_batch_size, decoder.config.vocab_size, dtype=decoder.weights.lm_head.dtype, device=device
         )
-        self._captured: dict[GraphKey, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+        # The second part of a key: whether the graph reads common blocks once.
+        self._captured: dict[tuple[GraphKey, bool], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
         self._sizes: dict[SmPartition, tuple[int, ...]] = {}
         self._pool = torch.cuda.graph_pool_handle()
 
@@ -103,19 +111,29 @@ class DecodeGraphs:
     def capture_one(self, key: GraphKey, stream: torch.cuda.Stream) -> None:
         """Capture a size's graph on the stream, which is bound to its partition; compiles first if need be."""
         self._functions_for(key.batch_size)
+        # Padding rows will do: lengths do not change the launches.
+        inputs = self._pad(_NO_ROWS, key.batch_size)
+        self._capture(key, inputs, None, stream)
+        if self._shares_prefixes and key.partition == WHOLE_GPU and key.batch_size >= _LEAST_SHARING_ROWS:
+            groups: Int32Array = np.zeros(key.batch_size // 2 + 1, dtype=np.int32)
+            none = SharedBlocks(groups, np.zeros(key.batch_size // 2 * 2, dtype=np.int32), inputs.kv_indptr)
+            self._capture(key, inputs, none, stream)
+        self._sizes[key.partition] = tuple(sorted({*self._sizes.get(key.partition, ()), key.batch_size}))
+
+    def _capture(
+        self, key: GraphKey, inputs: DecodeInputs, shared: SharedBlocks[Int32Array] | None, stream: torch.cuda.Stream
+    ) -> None:
         # The last user of the shared buffers must be done: the lane may have changed its stream.
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            # Padding rows will do: lengths do not change the launches.
-            step = self._prepare(self._pad(_NO_ROWS, key.batch_size), key.partition)
+            step = self._prepare(inputs, key.partition, shared)
             # The first run loads kernels and lets libraries allocate, which a capture does not allow; all layers use
             # the same kernels.
             self._run(step, key.partition, last=1)
             with captured(self._pool) as graph:
                 token_ids = self._run(step, key.partition)
         torch.cuda.current_stream().wait_stream(stream)
-        self._captured[key] = graph, token_ids
-        self._sizes[key.partition] = tuple(sorted({*self._sizes.get(key.partition, ()), key.batch_size}))
+        self._captured[key, shared is not None] = graph, token_ids
 
     def run(self, inputs: DecodeInputs, partition: SmPartition = WHOLE_GPU, least_rows: int = 1) -> Tensor:
         """Enqueue a decode step on the current stream, padded to ``least_rows`` if there is a graph of that size.
@@ -125,10 +143,13 @@ class DecodeGraphs:
         rows = len(inputs.slots)
         sizes = self._sizes.get(partition, ())
         key = GraphKey(least_rows if rows < least_rows in sizes else smallest_holding(rows, sizes) or rows, partition)
-        if key not in self._captured:
+        if (key, False) not in self._captured:
             raise ConfigError(f"no decode graph was captured for {key}; captured: {len(self._captured)} graphs")
-        self._prepare(self._pad(inputs, key.batch_size), partition)
-        graph, token_ids = self._captured[key]
+        padded, shared = self._pad(inputs, key.batch_size), None
+        if (key, True) in self._captured:
+            shared = self._attention.shared_blocks(padded.kv_indptr, padded.kv_indices)
+        self._prepare(padded, partition, shared)
+        graph, token_ids = self._captured[key, shared is not None]
         graph.replay()
         return token_ids[:rows]
 
@@ -162,8 +183,10 @@ class DecodeGraphs:
             np.append(inputs.kv_indices, zeros),
         )
 
-    def _prepare(self, inputs: DecodeInputs, partition: SmPartition) -> _DeviceStep:
-        """Upload the inputs; addresses depend on the batch size alone."""
+    def _prepare(
+        self, inputs: DecodeInputs, partition: SmPartition, shared: SharedBlocks[Int32Array] | None = None
+    ) -> _DeviceStep:
+        """Upload the inputs; addresses depend on the batch size and on whether blocks are shared alone."""
         block_tokens = np.int32(self._decoder.cache.block_tokens)
         uploaded = self._uploader.upload(
             inputs.slots,
@@ -173,14 +196,16 @@ class DecodeGraphs:
             inputs.positions % block_tokens + np.int32(1),
             inputs.kv_indptr,
             *(window_indptr(inputs.kv_lens, window, int(block_tokens)) for window in self._windows),
+            *(shared or ()),
             inputs.kv_indices,
         )
         slots, positions, sample_positions, kv_slots, last_block_tokens, kv_indptr, *windows = uploaded
         kv_indices = windows.pop()
+        on_device = None if shared is None else SharedBlocks(*windows)
         # To the end of the buffer: a captured step may read more blocks when it is replayed.
         all_indices = self._uploader.device_buffer[kv_indices.storage_offset() :]
-        by_window = dict(zip(self._windows, windows, strict=True))
-        batch = DecodeBatch(kv_indptr, all_indices, last_block_tokens, by_window)
+        by_window = dict(zip(self._windows, windows, strict=False))
+        batch = DecodeBatch(kv_indptr, all_indices, last_block_tokens, by_window, on_device)
         attention = self._attention.plan(batch, num_sms=lane_sms(partition))
         return _DeviceStep(slots, positions, sample_positions, kv_slots, attention)
 

@@ -6,6 +6,10 @@ output. Of a sequence that reaches beyond its range it writes a partial result, 
 that comes last, or a second kernel, adds the partial results up.
 
 In a layer with a window, only the blocks that the window touches form the line, the last of each sequence.
+
+Sequences that begin with the same blocks may be told as groups of MEMBERS at most. A launch of its own reads a group's
+common blocks once for all members' queries, as one sequence with more rows. The launch of the sequences goes on from
+its results, with the blocks after them.
 """
 
 import triton
@@ -40,7 +44,7 @@ def _worker_of(unit, total, workers):
 def _sum_of_partials(
     partial_ptr, partial_lse_ptr, first, last, heads, inside, NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr
 ):
-    """Sum of the partial results of workers first to last, [len(heads), HEAD_DIM]."""
+    """Sum of the partial results of workers first to last, [len(heads), HEAD_DIM], and its log-sum-exp."""
     BLOCK: tl.constexpr = heads.shape[0]
     lanes = tl.arange(0, HEAD_DIM)
     peak = tl.full((BLOCK,), -float("inf"), tl.float32)
@@ -66,7 +70,7 @@ def _sum_of_partials(
             mass = mass * shrink + weight
             sums = sums * shrink[:, None] + partial * weight[:, None]
     mass = tl.where(inside, mass, 1.0)
-    return sums / mass[:, None]
+    return sums / mass[:, None], peak + tl.log2(mass)
 
 
 @triton.jit
@@ -116,6 +120,9 @@ def decode_attention_kernel(
     block_indptr_ptr,
     kv_indices_ptr,
     last_block_tokens_ptr,
+    members_ptr,
+    prefix_ptr,
+    prefix_lse_ptr,
     out_ptr,
     partial_ptr,
     partial_lse_ptr,
@@ -129,6 +136,9 @@ def decode_attention_kernel(
     Q_BLOCK: tl.constexpr,
     ROWS_BLOCK: tl.constexpr,
     WINDOW: tl.constexpr,
+    MEMBERS: tl.constexpr,
+    LEAST_UNITS: tl.constexpr,
+    CONTINUE: tl.constexpr,
     COMBINE: tl.constexpr,
     TRIGGER: tl.constexpr,
 ):
@@ -136,6 +146,11 @@ def decode_attention_kernel(
 
     Keys are the left operand of the first product, values of the second: the tensor cores take at least 16 rows there,
     but as few as 8 columns, the queries, on the right. BLOCK_TOKENS is a multiple of TILE.
+
+    With MEMBERS above 1, a sequence of the line is a group: ``members_ptr`` [groups, 2] has the batch's first row of it
+    and the number of its rows, ``kv_indptr_ptr`` counts common blocks, and results go to ``out_ptr`` and
+    ``prefix_lse_ptr``. Ranges then have at least LEAST_UNITS. With CONTINUE, rows with fewer blocks in
+    ``kv_indptr_ptr`` than in ``block_indptr_ptr`` go on from these (``prefix_ptr``).
 
     WINDOW is how many of the last tokens each sequence attends to, 0 for all. With one, ``kv_indptr_ptr`` counts the
     blocks of the window alone, and ``block_indptr_ptr`` says where all blocks of each sequence are.
@@ -152,6 +167,9 @@ def decode_attention_kernel(
     kv_head = tl.program_id(0) % NUM_KV_HEADS
     workers = tl.num_programs(0) // NUM_KV_HEADS
     total = tl.load(kv_indptr_ptr + num_rows) + num_rows
+    if MEMBERS > 1:
+        # Partial results are large, and one program adds those of a group up: rather fewer, longer ranges.
+        workers = tl.maximum(tl.minimum(workers, total // LEAST_UNITS), 1)
     unit = _range_start(worker, total, workers)
     range_end = _range_start(worker + 1, total, workers)
 
@@ -160,15 +178,16 @@ def decode_attention_kernel(
     row = tl.sum((ends + rows + 1 <= unit).to(tl.int32), axis=0)
 
     lanes = tl.arange(0, HEAD_DIM)
-    is_head = tl.arange(0, Q_BLOCK) < GROUP
-    heads = kv_head * GROUP + tl.arange(0, Q_BLOCK)
+    # Members' heads one after the other; what is left of the block is masked.
+    members = tl.arange(0, Q_BLOCK) // GROUP
+    q_heads = kv_head * GROUP + tl.arange(0, Q_BLOCK) % GROUP
     keys = tl.arange(0, _TILE)
     packs = tl.arange(0, HEAD_DIM // PACKED)
     packed_ptr = values_ptr.to(tl.pointer_type(tl.int32)) if IN_FP8 else values_ptr
     key_at = (keys * NUM_KV_HEADS + kv_head)[:, None] * HEAD_DIM + lanes[None, :]
     value_at = (keys * NUM_KV_HEADS + kv_head)[None, :] * (HEAD_DIM // PACKED) + packs[:, None]
 
-    while unit < range_end:
+    while (unit < range_end) & (worker < workers):
         begin = tl.load(kv_indptr_ptr + row)
         end = tl.load(kv_indptr_ptr + row + 1)
         # The first unit of a sequence is what starting it costs; then come its blocks.
@@ -180,25 +199,40 @@ def decode_attention_kernel(
         if last_block > first_block:
             ids_ptr = kv_indices_ptr + first_block
             num_tokens = (last_block - first_block) * BLOCK_TOKENS
-            if last_block == end:
+            first_row = row
+            num_members = 1
+            if MEMBERS > 1:
+                first_row = tl.load(members_ptr + 2 * row)
+                num_members = tl.load(members_ptr + 2 * row + 1)
+                ids_ptr += tl.load(block_indptr_ptr + first_row) - begin
+            elif last_block == end:
                 num_tokens += tl.load(last_block_tokens_ptr + row) - BLOCK_TOKENS
             first_token = 0
             first_start = 0
-            if WINDOW > 0:
+            if WINDOW > 0 or CONTINUE:
                 ids_ptr += tl.load(block_indptr_ptr + row + 1) - end
+            if WINDOW > 0:
                 # The window begins within the line's first block of the sequence.
                 after = (end - first_block - 1) * BLOCK_TOKENS + tl.load(last_block_tokens_ptr + row)
                 first_token = tl.maximum(after - WINDOW, 0)
                 # Not in a tile without any key: its maximum would be that of nothing.
                 first_start = first_token // _TILE * _TILE
-            q_at = (row.to(tl.int64) * NUM_HEADS + heads)[:, None] * HEAD_DIM + lanes[None, :]
-            q = tl.load(q_ptr + q_at, mask=is_head[:, None], other=0.0)
+            q_at = (first_row + members).to(tl.int64) * NUM_HEADS + q_heads
+            q_inside = members < num_members
+            q = tl.load(q_ptr + q_at[:, None] * HEAD_DIM + lanes[None, :], mask=q_inside[:, None], other=0.0)
             if IN_FP8 and q.dtype == tl.bfloat16:
                 # FP8 becomes fp16 in one instruction, bfloat16 in four.
                 q = tl.clamp(q.to(tl.float32), -65504.0, 65504.0).to(tl.float16)
             peak = tl.full((Q_BLOCK,), -float("inf"), tl.float32)
             mass = tl.zeros((Q_BLOCK,), tl.float32)
             zeros = tl.zeros((HEAD_DIM // PACKED, Q_BLOCK), tl.float32)
+            if CONTINUE:
+                num_blocks = tl.load(block_indptr_ptr + row + 1) - tl.load(block_indptr_ptr + row)
+                goes_on = members < tl.where(starts_here & (num_blocks > end - begin), 1, 0)
+                peak = tl.load(prefix_lse_ptr + q_at, mask=goes_on, other=-float("inf"))
+                mass = tl.where(goes_on, 1.0, 0.0)
+                prefix_ptrs = prefix_ptr + q_at[None, :] * HEAD_DIM + lanes[:, None]
+                zeros = tl.load(prefix_ptrs, mask=goes_on[None, :], other=0.0)
             sums = (zeros, zeros, zeros, zeros) if IN_FP8 else (zeros,)
             block = tl.load(ids_ptr)
             for start in tl.range(first_start, num_tokens, _TILE, num_stages=3):
@@ -224,14 +258,18 @@ def decode_attention_kernel(
                 sums = _shrunk_plus_each(sums, v, weights.to(q.dtype), shrink)
             attended = _by_query(sums, IN_FP8) / mass[:, None]
             if starts_here & (last_block == end):
-                tl.store(out_ptr + q_at, attended.to(out_ptr.dtype.element_ty), mask=is_head[:, None])
+                out_ptrs = out_ptr + q_at[:, None] * HEAD_DIM + lanes[None, :]
+                tl.store(out_ptrs, attended.to(out_ptr.dtype.element_ty), mask=q_inside[:, None])
+                if MEMBERS > 1:
+                    tl.store(prefix_lse_ptr + q_at, peak + tl.log2(mass), mask=q_inside)
             else:
                 # The first sequence of a range goes into the worker's first slot, the last into its second.
                 slot = 2 * worker + starts_here.to(tl.int32)
-                partial_at = slot * NUM_HEADS + heads
+                heads = members * NUM_HEADS + q_heads
+                partial_at = slot * (MEMBERS * NUM_HEADS) + heads
                 partial_ptrs = partial_ptr + partial_at[:, None] * HEAD_DIM + lanes[None, :]
-                tl.store(partial_ptrs, attended, mask=is_head[:, None])
-                tl.store(partial_lse_ptr + partial_at, peak + tl.log2(mass), mask=is_head)
+                tl.store(partial_ptrs, attended, mask=q_inside[:, None])
+                tl.store(partial_lse_ptr + partial_at, peak + tl.log2(mass), mask=q_inside)
                 if COMBINE:
                     first = _worker_of(first_unit, total, workers)
                     last = _worker_of(first_unit + end - begin - 1, total, workers)
@@ -240,10 +278,13 @@ def decode_attention_kernel(
                     tl.debug_barrier()
                     if tl.atomic_add(arrived_at, 1, sem="acq_rel", scope="gpu") == last - first:
                         tl.store(arrived_at, 0)
-                        attended = _sum_of_partials(
-                            partial_ptr, partial_lse_ptr, first, last, heads, is_head, NUM_HEADS, HEAD_DIM
+                        attended, lse = _sum_of_partials(
+                            partial_ptr, partial_lse_ptr, first, last, heads, q_inside, MEMBERS * NUM_HEADS, HEAD_DIM
                         )
-                        tl.store(out_ptr + q_at, attended.to(out_ptr.dtype.element_ty), mask=is_head[:, None])
+                        out_ptrs = out_ptr + q_at[:, None] * HEAD_DIM + lanes[None, :]
+                        tl.store(out_ptrs, attended.to(out_ptr.dtype.element_ty), mask=q_inside[:, None])
+                        if MEMBERS > 1:
+                            tl.store(prefix_lse_ptr + q_at, lse, mask=q_inside)
         unit = unit_end
         row += 1
 

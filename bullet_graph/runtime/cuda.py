@@ -183,7 +183,12 @@ class CudaExecutor(Executor):
         if self._layer_graphs is not None:
             with torch.cuda.stream(stream), torch.inference_mode():
                 self._graphs = DecodeGraphs(
-                    decoder, self._state, max_batch_size=max_num_seqs, compiler=compiler, communicator=communicator
+                    decoder,
+                    self._state,
+                    max_batch_size=max_num_seqs,
+                    shares_prefixes=config.prefix_caching,
+                    compiler=compiler,
+                    communicator=communicator,
                 )
                 self._captures = EngineGraphs(
                     self._graphs, self._layer_graphs, plan, num_layers=decoder.config.num_layers

@@ -19,6 +19,7 @@ from bullet_graph.kernels.decode_attention import DecodeBatch, TritonDecodeAtten
 from bullet_graph.kernels.gpu import Gpu
 from bullet_graph.kernels.memory import Uploader
 from bullet_graph.kernels.sampler import SamplingState
+from bullet_graph.kernels.shared_blocks import SharedBlocks
 from bullet_graph.kernels.triton_ops import TritonOps, sample
 from bullet_graph.models.decoder import Decoder, Hidden, SampledRows
 from bullet_graph.models.layers import eager_functions
@@ -92,9 +93,10 @@ class EagerLane:
         # load first, which stalls it for some 45 ms on an H200.
         self._sampled_buckets = batch_size_buckets(max_num_seqs)
         self._windows = decoder.cache.distinct_windows
-        # Fourteen arrays with an entry per row or sequence, and two more for each window. Then the block ids, twice for
-        # prompts that end; sequences may share blocks. A bucket has at most ``max_rows``, too; scored rows are padded.
-        num_arrays = 14 + 2 * len(self._windows)
+        # Fourteen arrays with an entry per row or sequence, and two more for each window. Common blocks take 2.5
+        # entries per row. Then the block ids, twice for prompts that end; sequences may share blocks. A bucket has at
+        # most ``max_rows``, too; scored rows are padded.
+        num_arrays = 17 + 2 * len(self._windows)
         most_ids = 2 * max_num_seqs * decoder.most_blocks
         self._uploader = Uploader(num_arrays * (max_rows + SCORED_ROWS) + most_ids, device)
 
@@ -126,6 +128,11 @@ class EagerLane:
             for kv_lens in (rows.kv_lens[ended], rows.kv_lens[n:])
             for window in self._windows
         ]
+        # Of decode rows, whose blocks are numbered from the first one's.
+        shared = None
+        if len(rows.decode_slots):
+            own = rows.kv_indptr[n:] - rows.kv_indptr[n]
+            shared = self._decode_attention.shared_blocks(own, rows.kv_indices[rows.kv_indptr[n] :])
         arrays = {
             "token_ids": rows.token_ids,
             "decode_slots": rows.decode_slots,
@@ -142,7 +149,7 @@ class EagerLane:
             "ended_indices": ended_kv_indices,
             "ended_last_block": last_block_tokens[ended],
         }
-        uploaded = self._uploader.upload(*arrays.values(), *window_indptrs, *to_score)
+        uploaded = self._uploader.upload(*arrays.values(), *window_indptrs, *(shared or ()), *to_score)
         gpu = SimpleNamespace(**dict(zip(arrays, uploaded, strict=False)))
         windows_and_scored = uploaded[len(arrays) :]
         ended_by_window, decode_by_window = (
@@ -177,6 +184,7 @@ class EagerLane:
                     gpu.kv_indices[rows.kv_indptr[n] :],
                     gpu.last_block[n:],
                     decode_by_window,
+                    None if shared is None else SharedBlocks(*windows_and_scored[:3]),
                 )
             )
         sampled = SampledRows(gpu.sample_rows, None)

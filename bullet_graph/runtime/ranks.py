@@ -256,9 +256,9 @@ class Ranks:
             return as_failure(rank, message[2], message[3])
         process = self._processes[rank - 1]
         with suppress(subprocess.TimeoutExpired):
-            process.wait(1.0)
+            process.wait(3.0)  # its GPU's memory goes first
         code = process.poll()
-        how = f"signal {-code}" if code is not None and code < 0 else f"exit code {code}"
+        how = "no exit code yet" if code is None else f"signal {-code}" if code < 0 else f"exit code {code}"
         return RankError(
             f"rank {rank} (process {process.pid}) ended with {how}, and without a message: see its output and the "
             "kernel's log (out of memory?), then make a new engine"

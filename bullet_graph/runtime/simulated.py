@@ -11,10 +11,11 @@ import numpy as np
 
 from bullet_graph.config import KV_BLOCK_TOKENS
 from bullet_graph.errors import PartitionError
+from bullet_graph.kernels.shared_blocks import saved_blocks, shared_blocks
 from bullet_graph.partition.masks import LANES, WHOLE_GPU, Lane, SmPartition, lane_sms
 from bullet_graph.perf.performance import PerformanceModel, attention_pairs
 from bullet_graph.runtime.executor import Executor
-from bullet_graph.runtime.step import Placement, Step, StepResult
+from bullet_graph.runtime.step import DecodeBatch, Placement, Step, StepResult
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +76,8 @@ class SimulatedExecutor(Executor):
 
     Besides the whole GPU, steps may run on ``partitions``; one that is not in ``max_batch_sizes`` takes any batch. The
     device continues for ``host_overhead_ms`` a launch. The host then takes ``eager_layer_ms`` for each layer of a
-    forward with prompt rows that takes the device longer than the host; faster ones are captured. Where decode rows
-    have blocks in common, all reads of one but the first take ``1 - cached_reads`` of the time.
+    forward with prompt rows that takes the device longer than the host; faster ones are captured. With ``block_bytes``,
+    those of a KV block's keys and values in a layer, decode rows read the blocks they have in common in less time.
     """
 
     def __init__(
@@ -87,13 +88,13 @@ class SimulatedExecutor(Executor):
         max_batch_sizes: Mapping[SmPartition, int] = MappingProxyType({}),
         host_overhead_ms: float = 0.0,
         eager_layer_ms: float = 0.0,
-        cached_reads: float = 0.0,
+        block_bytes: int | None = None,
         on_step: Callable[[StepRecord], object] = lambda _: None,
     ) -> None:
         self._model = model
         self._max_batch_sizes = max_batch_sizes
         self._on_step = on_step
-        self._cached_reads = cached_reads
+        self._block_bytes = block_bytes
         self.num_sms = model.num_sms
         self.partitions: Sequence[SmPartition] = tuple(dict.fromkeys((WHOLE_GPU, *partitions)))
         self._host_overhead_s = host_overhead_ms / 1e3
@@ -131,10 +132,9 @@ class SimulatedExecutor(Executor):
                 f"a decode step of {work.batch_size} rows was placed on {placement.partition}, where at most {most} "
                 "are captured: place it on the whole GPU"
             )
-        if step.decode is not None and self._cached_reads:
-            blocks = step.decode.kv_indices
-            repeated = KV_BLOCK_TOKENS * (len(blocks) - np.count_nonzero(np.bincount(blocks)))
-            work = dataclasses.replace(work, kv_tokens=work.kv_tokens - int(self._cached_reads * repeated))
+        if step.decode is not None and self._block_bytes is not None:
+            saved = self._saved_tokens(step.decode, self._block_bytes, placement)
+            work = dataclasses.replace(work, kv_tokens=work.kv_tokens - saved)
         alone_ms = self._alone_ms(work, placement)
         self._advance(self._now_s + self._host_overhead_s)
         ticket = next(self._tickets)
@@ -175,6 +175,15 @@ class SimulatedExecutor(Executor):
         self._results.clear()
 
     # ---- how long things take ----
+
+    @staticmethod
+    def _saved_tokens(decode: DecodeBatch, block_bytes: int, placement: Placement) -> int:
+        shared = shared_blocks(decode.kv_indptr, decode.kv_indices)
+        if shared is None:
+            return 0
+        cached, by_groups = saved_blocks(shared, decode.kv_indptr, decode.kv_indices, block_bytes)
+        # Parts of the GPU have no graphs with groups.
+        return int(KV_BLOCK_TOKENS * (cached + max(by_groups if placement.partition == WHOLE_GPU else 0.0, 0.0)))
 
     def _alone_ms(self, work: StepWork, placement: Placement) -> float:
         lane, partition = placement.lane, placement.partition

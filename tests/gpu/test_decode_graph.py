@@ -72,7 +72,7 @@ def setup(request: pytest.FixtureRequest) -> Setup:
     generator = torch.Generator(DEVICE).manual_seed(7)
     state = SamplingState(MAX_BATCH + 1, config.vocab_size, DEVICE)
     state.last_token.random_(0, config.vocab_size, generator=generator)
-    graphs = DecodeGraphs(decoder, state, max_batch_size=MAX_BATCH)
+    graphs = DecodeGraphs(decoder, state, max_batch_size=MAX_BATCH, shares_prefixes=True)
     # A capture runs the step once: before its tokens are drawn, they may be in no vocabulary.
     torch.cuda.synchronize()
     stream = torch.cuda.Stream()
@@ -122,9 +122,17 @@ def reference_logits(setup: Setup, inputs: DecodeInputs) -> torch.Tensor:
 @pytest.mark.parametrize(("rows", "common"), [(1, 0), (2, 0), (3, 0), (8, 0), (33, 0), (64, 0), (96, 0), (96, 45)])
 @torch.inference_mode()
 def test_logits_are_close_to_float32_each_time(
-    setup: Setup, rows: int, common: int, record_property: Callable[[str, object], None]
+    setup: Setup,
+    rows: int,
+    common: int,
+    record_property: Callable[[str, object], None],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    inputs = make_inputs(rows, seed=rows, common=common)
+    for name in ("_LAUNCH_BYTES", "_LEAST_COMMON_BYTES"):
+        monkeypatch.setattr(f"bullet_graph.kernels.shared_blocks.{name}", 1)
+    inputs, attention = make_inputs(rows, seed=rows, common=common), setup.graphs._attention
+    shared = attention.shared_blocks(inputs.kv_indptr, inputs.kv_indices)
+    assert (shared is not None) == (common > 0 and attention.can_share)
     before = setup.state.last_token.clone()
     align_caches(setup.decoder, setup.reference)
     expected = reference_logits(setup, inputs)

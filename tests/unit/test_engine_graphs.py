@@ -309,14 +309,17 @@ def test_one_layer_of_a_step_is_run_before_it_is_captured_and_the_graph_is_used_
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
     graphs = object.__new__(DecodeGraphs)
     graphs._sizes, graphs._captured, graphs._padding_slot, graphs._pool = {}, {}, 0, None  # type: ignore[assignment]
+    graphs._shares_prefixes = True
     monkeypatch.setattr(DecodeGraphs, "_functions_for", lambda *_: None)
     monkeypatch.setattr(DecodeGraphs, "_prepare", lambda *_: None)
     monkeypatch.setattr(DecodeGraphs, "_run", lambda *_, last=None: log.append(f"run to {last}"))
     for key in (GraphKey(16), GraphKey(4), GraphKey(8, NARROW), GraphKey(16)):
         graphs.capture_one(key, stream)  # type: ignore[arg-type]
-    assert log == ["run to 1", "begin", "run to None", "end"] * 4
+    # Two graphs of the 16 rows, which may have blocks in common.
+    assert log == ["run to 1", "begin", "run to None", "end"] * 6
     assert graphs._sizes == {WHOLE_GPU: (4, 16), NARROW: (8,)}
-    assert set(graphs._captured) == {GraphKey(16), GraphKey(4), GraphKey(8, NARROW)}
+    keys = {(key, False) for key in (GraphKey(16), GraphKey(4), GraphKey(8, NARROW))}
+    assert set(graphs._captured) == keys | {(GraphKey(16), True)}
 
 
 @pytest.mark.parametrize("enabled", [True, False])

@@ -112,9 +112,11 @@ def test_a_step_replays_the_smallest_graph_of_its_partition(monkeypatch: pytest.
     graphs._sizes = {WHOLE_GPU: (8, 64), NARROW: (16,)}
     graphs._captured = {
         key: (SimpleNamespace(replay=lambda key=key: replayed.append(key)), [0] * 64)
-        for key in (GraphKey(8), GraphKey(64), GraphKey(16, NARROW))
-    }  # type: ignore[misc]
-    replayed: list[GraphKey] = []
+        for key in ((GraphKey(8), False), (GraphKey(64), False), (GraphKey(64), True), (GraphKey(16, NARROW), False))
+    }  # type: ignore[assignment]
+    replayed: list[tuple[GraphKey, bool]] = []
+    saved = [*[None] * 3, object()]
+    graphs._attention = SimpleNamespace(shared_blocks=lambda *_: saved.pop())  # type: ignore[assignment]
     padded: list[int] = []
     monkeypatch.setattr(DecodeGraphs, "_pad", lambda _, inputs, size: padded.append(size) or inputs)
     monkeypatch.setattr(DecodeGraphs, "_prepare", lambda *_: None)
@@ -123,11 +125,12 @@ def test_a_step_replays_the_smallest_graph_of_its_partition(monkeypatch: pytest.
         inputs = DecodeInputs([0] * rows, *[None] * 5)  # type: ignore[arg-type, list-item]
         return len(graphs.run(inputs, partition, least_rows))
 
-    assert [run(3), run(8), run(9), run(9, NARROW)] == [3, 8, 9, 9]
-    assert replayed == [GraphKey(8), GraphKey(8), GraphKey(64), GraphKey(16, NARROW)]
+    assert [run(3), run(8), run(9), run(9), run(9, NARROW)] == [3, 8, 9, 9, 9]
+    small, large, narrow = GraphKey(8), GraphKey(64), GraphKey(16, NARROW)
+    assert replayed == [(small, False), (small, False), (large, True), (large, False), (narrow, False)]
     # Padded further to a size there is; to none else.
     assert [run(3, least_rows=64), run(3, least_rows=9), run(9, least_rows=8), run(9, NARROW, 99)] == [3, 3, 9, 9]
-    assert padded == [8, 8, 64, 16, 64, 8, 64, 16]
+    assert padded == [8, 8, 64, 64, 16, 64, 8, 64, 16]
     with pytest.raises(ConfigError, match=r"no decode graph was captured for .*batch_size=17"):
         run(17, NARROW)
 

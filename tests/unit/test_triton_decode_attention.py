@@ -18,7 +18,9 @@ from bullet_graph.models.presets import PRESETS
 
 pytest.importorskip("triton", reason="Triton is published for Linux only")
 
+from bullet_graph.kernels import decode_attention
 from bullet_graph.kernels.decode_attention import DecodeBatch, TritonDecodeAttention, window_indptr
+from bullet_graph.kernels.shared_blocks import SharedBlocks, shared_blocks
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 # Triton's interpreter multiplies bfloat16's bits as integers; float16 takes the same way through the kernel.
@@ -153,6 +155,78 @@ def test_any_heads(heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype)
 def test_any_batch(kv_lens: list[int], padding_rows: int, num_sms: int, window: int | None, seed: int) -> None:
     config = model(heads=4, kv_heads=2, head_dim=16, window=window)
     check(config, kv_lens, num_sms=num_sms, padding_rows=padding_rows, seed=seed, twice=True)
+
+
+def batch_of(rows: list[list[int]], *, last: int = 3) -> tuple[np.ndarray, np.ndarray, DecodeBatch]:
+    """Rows of these blocks, the last of which holds ``last`` tokens."""
+    indptr = np.array([0, *accumulate(map(len, rows))], dtype=np.int32)
+    indices = np.concatenate(rows).astype(np.int32)
+    shared = shared_blocks(indptr, indices, most=3)
+    on_device = None if shared is None else SharedBlocks(*(torch.from_numpy(a).to(DEVICE) for a in shared))
+    lasts = torch.full((len(rows),), last, dtype=torch.int32, device=DEVICE)
+    tensors = torch.from_numpy(indptr).to(DEVICE), torch.from_numpy(indices).to(DEVICE)
+    return indptr, indices, DecodeBatch(*tensors, lasts, shared=on_device)
+
+
+@settings(max_examples=10)
+@given(
+    groups=st.lists(st.tuples(st.integers(0, 5), st.lists(st.integers(1, 3), min_size=1, max_size=4)), max_size=3),
+    num_sms=st.integers(1, 3),
+    combine_rows=st.sampled_from([1, 99]),
+    group_blocks=st.sampled_from([1, 3]),
+)
+def test_common_blocks_are_read_once(
+    groups: list[tuple[int, list[int]]], num_sms: int, combine_rows: int, group_blocks: int
+) -> None:
+    """Each group has common blocks, perhaps none, and rows with so many blocks of their own."""
+    ids = iter(range(1, 100))
+    rows = [[next(ids)], [next(ids)]]
+    for num_common, own in groups:
+        common = [next(ids) for _ in range(num_common)]
+        rows += [common + [next(ids) for _ in range(count)] for count in own]
+    config = model(heads=4, head_dim=16)
+    cache = filled_cache(config, 100, torch.float32)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("bullet_graph.kernels.shared_blocks._LEAST_SHARED_BLOCKS", 1)
+        for name, value in (("MOST_MEMBERS", 3), ("_COMBINE_ROWS", combine_rows), ("_GROUP_BLOCKS", group_blocks)):
+            patch.setattr(decode_attention, name, value)
+        indptr, _, batch = batch_of(rows)
+        plan = lane_of(config, cache, max_rows=len(rows), num_sms=num_sms).plan(batch)
+    assert (batch.shared is not None) == any(num_common and len(own) > 1 for num_common, own in groups)
+    lens = (16 * np.diff(indptr) - 13).tolist()
+    q = torch.randn(len(rows), 4, 16, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    reference = ReferenceAttention(
+        cache, q_indptr=list(range(len(rows) + 1)), kv_lens=lens, kv_indptr=indptr.tolist(), kv_indices=batch.kv_indices
+    )
+    for _ in range(2):
+        torch.testing.assert_close(plan.run(LAYER, rows_of(q)), reference.run(LAYER, rows_of(q)), rtol=1e-5, atol=1e-5)
+
+
+def test_which_blocks_are_common() -> None:
+    common = list(range(1, 101))
+    rows = [[*common, 200 + row] for row in range(5)] + [[7], [*common[:50], 300, 301], [8]]
+    _, _, batch = batch_of(rows)
+    assert batch.shared is not None
+    # At most three at a time; the last of the five goes with none: the row after it is another's.
+    assert batch.shared.members.tolist() == [0, 3, 3, 2, 0, 0, 0, 0]
+    assert batch.shared.group_indptr.tolist() == [0, 100, 200, 200, 200]
+    assert torch.diff(batch.shared.own_indptr).tolist() == [1, 1, 1, 1, 1, 1, 52, 1]
+    assert batch_of([[*common, 200], [9]])[2].shared is None
+    # Few in common.
+    assert batch_of([[*common[:7], *[200 + row] * 9] for row in range(60)])[2].shared is None
+    # A block of this cache is 16 KiB: for 9,000 less to read, a launch does not pay; 500 stay in the L2 cache.
+    lane = lane_of(model(), filled_cache(model(), 2, torch.float32), max_rows=8)
+    for blocks, rows, enough in ((5000, 4, True), (3000, 4, False), (600, 32, True), (500, 40, False)):
+        found = lane.shared_blocks(blocks * np.arange(rows + 1), np.tile(np.arange(blocks), rows))
+        assert (found is not None) == enough
+    # Other layers' or another format's kernels do not know groups.
+    for other in (model(window=9), dataclasses.replace(model(), fp8_kv=True)):
+        lane = lane_of(other, filled_cache(other, 2, torch.float32), max_rows=8)
+        assert lane.shared_blocks(np.array([0, 9, 18]), np.tile(np.arange(9), 2)) is None
+        with pytest.raises(ConfigError, match="without windows"):
+            lane.plan(batch)
+    # A row's last block is its own, whatever its number.
+    assert batch_of([common[:9]] * 90)[2].shared.group_indptr[1] == 8  # type: ignore[union-attr]
 
 
 def test_one_sequence_over_more_workers_than_are_combined_at_once() -> None:

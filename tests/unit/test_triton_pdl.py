@@ -22,11 +22,11 @@ I32, F32, FP8 = "*i32", "*fp32", "*fp8e4nv"
 SIZES = dict(OUT_FEATURES=6144, IN_FEATURES=4096, GLU=0)
 GIVEN = dict(  # a kernel takes those that it names
     kv_indptr_ptr=I32, block_indptr_ptr=I32, kv_indices_ptr=I32, last_block_tokens_ptr=I32,
-    partial_ptr=F32, partial_lse_ptr=F32, arrived_ptr=I32, positions_ptr=I32,
+    members_ptr=I32, prefix_ptr=F32, prefix_lse_ptr=F32, partial_ptr=F32, partial_lse_ptr=F32, arrived_ptr=I32, positions_ptr=I32,
     kv_slots_ptr=I32, cos_sin_ptr=F32, num_rows="i32", scale_log2="fp32", workers="i32", width="i32", hidden_size="i32",
     eps="fp32", scale_ptr=F32, x_scales_ptr=F32, scales_ptr=F32, bias_ptr=None, q_norm_ptr=None, k_norm_ptr=None,
     NUM_HEADS=32, NUM_KV_HEADS=8, HEAD_DIM=128, HALF=64, HEADS_BLOCK=16, BLOCK_TOKENS=16, Q_BLOCK=8,
-    ROWS_BLOCK=64, STAGES=3, WINDOW=0, COMBINE=False, PARTIALS=32,
+    ROWS_BLOCK=64, STAGES=3, WINDOW=0, MEMBERS=1, LEAST_UNITS=16, CONTINUE=False, COMBINE=False, PARTIALS=32,
     GELU=False, GROUP=4096, BLOCK=4096, TRIGGER=False, PDL=True)
 ROW = SIZES | dict(weight_ptr=FP8, BLOCK=2048, FEATURES=2, CHANNELS=1)
 ROWS = SIZES | dict(BLOCK_M=16, BLOCK_N=64, BLOCK_K=256, GROUP=0, CHANNELS=1)
@@ -39,6 +39,8 @@ CASES = {
     **{f"{COMBINATION.__name__} {pdl}": (COMBINATION, dict(PDL=pdl)) for pdl in (False, True)},
     "decode_attention_kernel alone": (ATTENTION, dict(COMBINE=True)),
     "decode_attention_kernel in FP8": (ATTENTION, dict(COMBINE=True, keys_ptr=FP8, values_ptr=FP8)),
+    "decode_attention_kernel groups": (ATTENTION, dict(COMBINE=True, MEMBERS=4, Q_BLOCK=16)),
+    "decode_attention_kernel goes on": (ATTENTION, dict(CONTINUE=True)),
     "one row": (few_rows.one_row_kernel, ROW),
     "rows in FP8": (fp8_kernels.matmul_kernel, ROWS | IN_FP8),
     "SwiGLU in FP8": (fp8_kernels.matmul_kernel, ROWS | IN_FP8 | dict(GLU=1)),
