@@ -94,8 +94,7 @@ class CheckedExecutor(SimulatedExecutor):
             self._last_turn[lane] = ticket
         if placement.first_layer == 0:
             # Its blocks are in use from here until the last slice has been waited for.
-            device_ticket = self.device.launch(step, lane)
-            self._device_tickets[id(step)] = device_ticket
+            self._device_tickets[id(step)] = self.device.launch(step, lane)
         return ticket
 
     def _check_slices(self, step: Step, placement: Placement) -> None:
@@ -135,8 +134,7 @@ class CheckedExecutor(SimulatedExecutor):
         device_ms = super().wait(ticket).device_ms
         if launch.placement.last_layer is not None:
             return StepResult(np.empty(0, dtype=np.int32), None, device_ms)
-        result = self.device.wait(self._device_tickets.pop(id(launch.step)))
-        return StepResult(result.token_ids, None, device_ms)
+        return StepResult(self.device.wait(self._device_tickets.pop(id(launch.step))).token_ids, None, device_ms)
 
 
 def arrivals(targets: Rows[Slo], *, max_output: int) -> st.SearchStrategy[list[Arrival]]:

@@ -61,8 +61,7 @@ def read_weights(
     config = config or load_model_config(folder)
     with open_checkpoint(folder, config) as checkpoint:
         weights = zero_weights(config, dtype=dtype, device=torch.device(device))
-        num_bytes = sum(checkpoint.fill(weights))
-        assert num_bytes == checkpoint.num_bytes or config.stored_head_dim is not None
+        assert sum(checkpoint.fill(weights)) == checkpoint.num_bytes or config.stored_head_dim is not None
     return weights
 
 

@@ -63,8 +63,7 @@ class _Handler(BaseHTTPRequestHandler):
 
         last, pairs = body["max_tokens"], self.server.in_pairs
         for number in [*range(2 if pairs else 1, last, 2 if pairs else 1), last]:
-            choice = {"text": "x", "finish_reason": "length" if number == last else None}
-            send([choice], None if pairs else number)
+            send([{"text": "x", "finish_reason": "length" if number == last else None}], None if pairs else number)
         send([], last)
         self.wfile.write(b"data: [DONE]\n\n")
 

@@ -148,8 +148,7 @@ class Loop:
         if self.policy == "serial" and prompts:
             return schedule(prompts=prompts, chunk_tokens=self.chunk_tokens)
         floor = min(self.chunk_tokens, BLOCK_TOKENS)
-        chunk_tokens = max(self.chunk_tokens - len(decoding), floor)
-        return schedule(decode=decoding, prompts=prompts, chunk_tokens=chunk_tokens)
+        return schedule(decode=decoding, prompts=prompts, chunk_tokens=max(self.chunk_tokens - len(decoding), floor))
 
     def schedule_prefill(self, prompts: list[Sequence]) -> ScheduledStep | None:
         # A decode step that was tried in between may have given a prompt's blocks away.

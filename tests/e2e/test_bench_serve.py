@@ -63,8 +63,7 @@ def test_people_get_a_table(served: Served, trace: Path) -> None:
 
 
 def test_any_server_with_the_interface_will_do(other: CompletionsServer, trace: Path) -> None:
-    result = bench(other.url, trace, "--model", "tiny", "--max-concurrency", "2", "--save-detailed", "--json")
-    found = printed(result)
+    found = printed(bench(other.url, trace, "--model", "tiny", "--max-concurrency", "2", "--save-detailed", "--json"))
     assert (found["model"], found["completed"], found["max_concurrency"]) == ("tiny-served", 6, 2)
     assert found["policy_shares"] is found["num_steps"] is found["joules_per_token"] is None
     assert found["output_lens"] == [output for _, output in LENGTHS]

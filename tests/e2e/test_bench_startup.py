@@ -126,8 +126,7 @@ def test_starts_from_a_capture_cache_come_last_with_no_other(monkeypatch: pytest
     monkeypatch.setattr(startup, "collect_provenance", lambda _: provenance)
     children = FakeChildren(monkeypatch, TOLD)
     options = ("--num-iters-cold", "1", "--num-iters-warm", "2", "--capture-cache", str(tmp_path), "--json")
-    result = run("bench", "startup", *TINY, *options)
-    figures = parsed(result)
+    figures = parsed(run("bench", "startup", *TINY, *options))
     assert [config.capture_cache for config in children.configs] == [None] * 3 + [str(tmp_path)] * 2
     assert children.were_empty == [True, False, False, True, True]
     assert figures["avg_cached_startup_time"] == 7.0

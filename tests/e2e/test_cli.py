@@ -137,8 +137,7 @@ def test_ctrl_c_shuts_the_engine_down(trace: Path, tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(Engine, "step", Mock(side_effect=KeyboardInterrupt))
     monkeypatch.setattr(Engine, "shutdown", record_shutdown)
     path = tmp_path / "result.json"
-    result = bench("--output-json", str(path), trace=trace)
-    assert result.exit_code == 130
+    assert bench("--output-json", str(path), trace=trace).exit_code == 130
     assert len(shut_down) == 1
     assert not path.exists()
 
@@ -260,8 +259,7 @@ def test_text_from_every_source(model: Model, expected_text: str, tmp_path: Path
 
 
 def test_several_prompts_are_labelled_and_in_order(model: Model, expected_text: str) -> None:
-    result = of_model(model, "--prompt", "The dog", "--prompt", "Another prompt", "--n", "2")
-    parts = result.stdout.split("=== ")
+    parts = of_model(model, "--prompt", "The dog", "--prompt", "Another prompt", "--n", "2").stdout.split("=== ")
     assert [part.splitlines()[0] for part in parts[1:]] == [
         "prompt 1, output 1 of 2: The dog",
         "prompt 1, output 2 of 2: The dog",
@@ -296,8 +294,7 @@ def test_chat_uses_the_models_template(model: Model) -> None:
     (record,) = map(json.loads, result.stdout.splitlines())
     with Engine(str(model.folder), device="cpu") as engine:
         assert engine.tokenizer is not None
-        ids = record["prompt_token_ids"]
-        text = engine.tokenizer.decode(ids, skip_special_tokens=False)
+        text = engine.tokenizer.decode(record["prompt_token_ids"], skip_special_tokens=False)
     assert text == "<|bos|>[user] Hello<|eos|>\n[dog] "
     assert record["prompt"] == "Hello"
 

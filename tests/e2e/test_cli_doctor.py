@@ -137,8 +137,7 @@ def test_a_calibration_is_remembered_and_can_be_contributed(own_caches: Path, mo
     found = printed(run("doctor", "--calibrate", "--json"))
     assert found.pop("seconds") >= 0
     told = {"offset": 0x600, "table_line": LINE, "remembered_in": str(own_caches)}
-    counts = {"tries": 385, "crashed": 0, "timed_out": 0}
-    assert found == {"driver": dataclasses.asdict(UNKNOWN)} | told | counts
+    assert found == {"driver": dataclasses.asdict(UNKNOWN)} | told | {"tries": 385, "crashed": 0, "timed_out": 0}
 
 
 def test_a_calibration_shows_its_progress_and_may_confirm_the_table(monkeypatch: pytest.MonkeyPatch) -> None:

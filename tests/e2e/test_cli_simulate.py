@@ -45,8 +45,7 @@ def test_one_policy_has_the_flat_fields_of_vllms_serving_benchmark(table: Path, 
     assert flat["request_throughput"] == pytest.approx(30 / flat["duration"])
     assert 0 < flat["request_goodput"] <= flat["request_throughput"]
     assert 0 < flat["median_tpot_ms"] < flat["median_ttft_ms"] < flat["median_e2el_ms"]
-    told = {"policy": "auto", "slo": "ttft:500ms tpot:15ms", "performance": "measured table"}
-    assert told.items() <= flat.items()
+    assert {"policy": "auto", "slo": "ttft:500ms tpot:15ms", "performance": "measured table"}.items() <= flat.items()
     assert flat["prompt_order"] == "arrival"
     assert sum(flat["policy_shares"].values()) == pytest.approx(1)
     assert "ttfts" not in flat
@@ -69,8 +68,7 @@ def test_recorded_arrivals_and_failed_requests() -> None:
     assert flat["failed"] > 0
     assert flat["completed"] + flat["failed"] == 30
     assert (flat["request_goodput"], flat["slo_attainment"]) == (None, None)
-    shown = simulate("--request-rate", "trace", "--max-model-len", "1500")
-    assert "more than max_model_len=1500" in shown.stdout
+    assert "more than max_model_len=1500" in simulate("--request-rate", "trace", "--max-model-len", "1500").stdout
 
 
 @pytest.mark.parametrize(
@@ -96,15 +94,13 @@ def test_only_targets_follow_the_option() -> None:
 
 def test_decisions_are_traced(tmp_path: Path) -> None:
     path = tmp_path / "decisions.jsonl"
-    result = simulate("--request-rate", "20", *TARGETS, "--trace-decisions", str(path), "--json")
-    flat = parsed(result)
+    flat = parsed(simulate("--request-rate", "20", *TARGETS, "--trace-decisions", str(path), "--json"))
     trace = read_trace(path)
     assert (trace.header.policy, trace.header.num_sms) == ("auto", 132)
     assert len(trace.requests) == 30
     assert {request.tpot_limit_ms for request in trace.requests} == {15}
     assert trace.end_s == pytest.approx(flat["duration"])
-    again = simulate("--trace-decisions", str(path))
-    assert "exists" in refused(again)
+    assert "exists" in refused(simulate("--trace-decisions", str(path)))
 
 
 def test_a_sweep_finds_each_policies_goodput_and_draws_it(table: Path, tmp_path: Path) -> None:

@@ -55,8 +55,7 @@ def assert_served(replayed: Replay) -> None:
     assert [row.input_tokens for row in replayed.served] == [20, 30, 41, 18, 25]
     for request, row in zip(WORKLOAD.requests, replayed.served, strict=True):
         if request.follows is not None:
-            end_s = replayed.served[request.follows.index].metrics.token_times_s[-1]
-            assert row.metrics.arrival_s >= end_s + THINK_S
+            assert row.metrics.arrival_s >= replayed.served[request.follows.index].metrics.token_times_s[-1] + THINK_S
 
 
 def test_an_engine_gets_its_own_tokens_back() -> None:
@@ -123,7 +122,6 @@ def test_results_tell_how_many_tokens_could_be_shared(command: str, tmp_path: Pa
     if command == "simulate":
         found = printed(run("simulate", *fixed))
     else:
-        options = [*TINY[:-1], "1024", "--num-warmups", "1"]
-        found = printed(run("bench", "online", *options, *fixed))
+        found = printed(run("bench", "online", *[*TINY[:-1], "1024", "--num-warmups", "1"], *fixed))
     assert (found["completed"], found["total_input_tokens"]) == (3, 1803)
     assert found["shareable_prompt_tokens"] == 2 * 512

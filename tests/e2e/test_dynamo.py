@@ -125,8 +125,7 @@ def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]
 
         workers = [start(f"worker{i}", [*worker, "--max-num-seqs", "16"]) for i in range(2)]
         kv = start("kv", [*frontend, "--router-mode", "kv", "--router-min-initial-workers", "2"])
-        turns = start("turns", [*frontend, "--router-mode", "round-robin"])
-        made = Deployment(workers, kv, turns)
+        made = Deployment(workers, kv, start("turns", [*frontend, "--router-mode", "round-robin"]))
         wait_until_ready(made)
         yield made
 

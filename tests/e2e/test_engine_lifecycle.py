@@ -275,8 +275,7 @@ def test_steps_capture_as_well(engine: Engine, monkeypatch: pytest.MonkeyPatch) 
 async def test_an_idle_engine_captures_and_still_listens(missing: Missing) -> None:
     async with AsyncEngine(make_engine(ready="hot")) as engine:
         assert await asyncio.to_thread(missing.done.wait, 10), "it waits for requests instead"
-        outputs = [output async for output in engine.generate([1, 2, 3], GREEDY)]
-        assert outputs[-1].finished
+        assert [output async for output in engine.generate([1, 2, 3], GREEDY)][-1].finished
     assert missing.left == 0
 
 

@@ -100,8 +100,7 @@ def test_bad_words_do_not_appear_but_their_beginnings_do(model: Model) -> None:
             for w, pair in zip(words, itertools.pairwise(ids), strict=True)
             if w.strip() == w and tuple(engine.tokenizer.encode(w, False)) == pair
         )
-        params = dataclasses.replace(plain, bad_words=[word])
-        (output,) = engine.generate([5, 17], params, use_tqdm=False)
+        (output,) = engine.generate([5, 17], dataclasses.replace(plain, bad_words=[word]), use_tqdm=False)
         without, first = tokens_of(output)[0], engine.tokenizer.encode(word, False)[0]
         assert word in text
         assert word not in output.outputs[0].text

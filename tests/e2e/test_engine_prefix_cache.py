@@ -120,8 +120,7 @@ def test_sliding_windows(slides: str, tmp_path: Path) -> None:
     """Layers with a window read what is cached for the others; without others, there is nothing to keep."""
     kinds = ["sliding_attention"] * 2 if slides == "all layers" else ["sliding_attention", "full_attention"]
     settings = {"sliding_window": 20, "layer_types": kinds, "use_sliding_window": True, "max_window_layers": 0}
-    network = write_checkpoint(tmp_path, "qwen2", seed=1, tokenizer=False, **settings)
-    model = Model(tmp_path, network)
+    model = Model(tmp_path, write_checkpoint(tmp_path, "qwen2", seed=1, tokenizer=False, **settings))
     prompts = [[*SHARED, i, i] for i in range(3)]
     greedy = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
     with make_engine(tmp_path) as engine:
@@ -209,8 +208,7 @@ def test_bench_simulate_and_explain_tell_hits(tmp_path: Path) -> None:
     assert 0 < fields["prefix_cache_hits"] < fields["prefix_cache_queries"]
     share = f"{fields['prefix_cache_hits'] / fields['prefix_cache_queries']:.1%}".replace("%", "")
     assert f"prompt tokens in the prefix cache, % │ {share}" in " ".join(run(*simulated, *chats[:2]).output.split())
-    explained = " ".join(run("explain", str(decisions)).output.split())
-    assert f"prompt tokens in the prefix cache │ {share} %" in explained
+    assert f"prompt tokens in the prefix cache │ {share} %" in " ".join(run("explain", str(decisions)).output.split())
     none = printed(run(*simulated, *chats[:2], "--no-prefix-caching", "--json"))
     assert (none["prefix_cache_hits"], none["prefix_caching"]) == (0, False)
     assert none["mean_ttft_ms"] > fields["mean_ttft_ms"]

@@ -29,8 +29,7 @@ def test_logprobs_are_the_model_s_own(model: Model, params: SamplingParams) -> N
     completion = output.outputs[0]
     assert completion.logprobs is not None
     assert silent.outputs[0].logprobs is None
-    logits = model.logits([*PROMPT, *completion.token_ids])
-    exact = torch.log_softmax(logits, -1)[len(PROMPT) - 1 : -1]
+    exact = torch.log_softmax(model.logits([*PROMPT, *completion.token_ids]), -1)[len(PROMPT) - 1 : -1]
     assert params.logprobs is not None
     for row, token, entry in zip(exact, completion.token_ids, completion.logprobs, strict=True):
         assert entry.token_id == token

@@ -167,8 +167,7 @@ def test_searches_side_by_side_go_on_after_an_interruption(
     real = comparison.replay_async
     dies = AsyncMock(side_effect=[*[DEFAULT] * 5, EngineDeadError("the device is gone")], wraps=real)
     monkeypatch.setattr(comparison, "replay_async", dies)
-    first = run(f"{trace}@{EASY}", path, *options, systems=systems)
-    assert "the device is gone" in refused(first).split("Error: ")[1]
+    assert "the device is gone" in refused(run(f"{trace}@{EASY}", path, *options, systems=systems)).split("Error: ")[1]
     before = Sweep.read(path)
     assert "sglang_options" not in before.settings  # else no file from before SGLang could go on
     cut = [cell.runs for cell in before.cells]
@@ -209,8 +208,7 @@ def test_decisions_of_this_engine_go_to_a_file(trace: Path, tmp_path: Path) -> N
     explained = CliRunner().invoke(explain, [str(decisions), "--json"])
     assert explained.exit_code == 0, explained.output
     assert "own_decisions" not in Sweep.read(path).settings
-    again = run(trace, tmp_path / "other.json", *options)
-    assert f"the trace file {decisions} exists" in refused(again)
+    assert f"the trace file {decisions} exists" in refused(run(trace, tmp_path / "other.json", *options))
 
 
 # ---- what fails ----

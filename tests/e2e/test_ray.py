@@ -148,8 +148,7 @@ def test_a_worker_dies_and_each_row_is_there_once_and_a_restart_skips_what_is_wr
             assert output["response"]["body"] is None
             continue
         assert output["error"] is None, output
-        body = row.get("body", row)
-        assert output["response"]["body"]["usage"]["completion_tokens"] == body["max_tokens"]
+        assert output["response"]["body"]["usage"]["completion_tokens"] == row.get("body", row)["max_tokens"]
     errors = [(found[at]["response"]["status_code"], found[at]["error"]["param"]) for at in (100, 200, 300, 400)]
     assert errors == [(400, "max_tokens"), (404, "model"), (400, "stream"), (400, "url")]
 
@@ -237,8 +236,7 @@ def url() -> Iterator[str]:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     serve.start(http_options={"host": "127.0.0.1", "port": port})
-    application = bullet_graph.ray.app({"model": "tiny", "min_replicas": "2", **ENGINE})
-    serve.run(application, name="tiny", route_prefix="/")
+    serve.run(bullet_graph.ray.app({"model": "tiny", "min_replicas": "2", **ENGINE}), name="tiny", route_prefix="/")
     yield f"http://127.0.0.1:{port}"
     serve.shutdown()
 

@@ -237,8 +237,7 @@ def test_bodies_together_are_bounded() -> None:
 def test_one_connection_too_many_is_refused(limited: Served) -> None:
     with ExitStack() as stack:
         slow = [stack.enter_context(limited.connect(GET)) for _ in range(3)]
-        refused = stack.enter_context(limited.connect())
-        assert refused.recv(10_000).startswith(b"HTTP/1.1 503 ")
+        assert stack.enter_context(limited.connect()).recv(10_000).startswith(b"HTTP/1.1 503 ")
         assert slow[0].recv(10_000).startswith(b"HTTP/1.1 408 ")
 
 

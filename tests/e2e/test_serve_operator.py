@@ -173,8 +173,7 @@ def test_texts_and_conversations_as_tokens(model: Model) -> None:
     messages = [{"role": "user", "content": "The sea"}]
     with serving(model.folder, max_model_len=64) as served:
         told = served.ask("/tokenize", prompt="The sea", model=MODEL, return_token_strs=True)
-        prompt = served.complete(prompt="The sea", max_tokens=1, return_token_ids=True)
-        ids = prompt["choices"][0]["prompt_token_ids"]
+        ids = served.complete(prompt="The sea", max_tokens=1, return_token_ids=True)["choices"][0]["prompt_token_ids"]
         assert ids[0] == BOS_TOKEN_ID
         tokenizer = served.engine.engine.tokenizer
         assert tokenizer is not None

@@ -71,8 +71,7 @@ def test_tokens_in_several_languages_equal(model: Model, engine: Engine) -> None
 def test_tokens_after_a_long_prompt_and_perplexity_equal(model: Model, engine: Engine, long_prompt: list[int]) -> None:
     (output,) = engine.generate(long_prompt, GREEDY, use_tqdm=False)
     tokens = output.outputs[0].token_ids
-    rows = [*range(SCORED), *range(LONG - 1, LONG + len(tokens) - 1)]
-    expected = model.logits([*long_prompt, *tokens], rows)
+    expected = model.logits([*long_prompt, *tokens], [*range(SCORED), *range(LONG - 1, LONG + len(tokens) - 1)])
     assert tokens == tuple(expected[SCORED:].argmax(-1).tolist())
     scored, followers = long_prompt[:SCORED], torch.tensor(long_prompt[1:SCORED])
     theirs = torch.nn.functional.cross_entropy(expected[: SCORED - 1], followers)
@@ -102,8 +101,7 @@ def test_fp8_costs_the_accuracy_of_its_format_and_no_more(model: Model, long_pro
 
 
 def _perplexity(model: Model, ids: list[int]) -> float:
-    loss = torch.nn.functional.cross_entropy(model.logits(ids)[:-1], torch.tensor(ids[1:]))
-    return float(loss.exp())
+    return float(torch.nn.functional.cross_entropy(model.logits(ids)[:-1], torch.tensor(ids[1:])).exp())
 
 
 @contextmanager

@@ -37,8 +37,7 @@ def run(libraries: Path, *arguments: str) -> Any:
 
 
 def start(libraries: Path, **settings: Any) -> Any:
-    prompts = json.dumps([*PROMPTS, LONG_PROMPT])
-    return run(libraries, "-c", START, json.dumps(SETTINGS | settings), prompts)
+    return run(libraries, "-c", START, json.dumps(SETTINGS | settings), json.dumps([*PROMPTS, LONG_PROMPT]))
 
 
 def test_the_second_start_compiles_nothing(tmp_path: Path, record_property: Any) -> None:

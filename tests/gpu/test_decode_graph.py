@@ -190,8 +190,7 @@ def test_captured_step_equals_uncaptured(setup: Setup, rows: int) -> None:
     setup.state.last_token.copy_(before)
     setup.graphs.logits(rows).fill_(float("nan"))
     padded = setup.graphs._pad(inputs, bucket_for(rows, setup.graphs.batch_sizes))
-    uncaptured = setup.graphs._run(setup.graphs._prepare(padded, WHOLE_GPU), WHOLE_GPU)[:rows]
-    assert torch.equal(uncaptured, captured)
+    assert torch.equal(setup.graphs._run(setup.graphs._prepare(padded, WHOLE_GPU), WHOLE_GPU)[:rows], captured)
     assert torch.equal(setup.graphs.logits(rows), captured_logits)
     assert torch.equal(setup.state.last_token, after)
     assert torch.equal(after[on_device(inputs.slots)], captured), "steps feed their tokens to the next"

@@ -94,8 +94,7 @@ def test_a_graph_captured_without_a_mask_ignores_the_launch_streams(
     backend: PartitionBackend, probe: SmidProbe
 ) -> None:
     masked = backend.stream("decode", split(32, backend.num_sms))
-    whole = backend.stream("prefill", WHOLE_GPU)
-    assert probe.run_captured(whole, masked) == frozenset(range(backend.num_sms))
+    assert probe.run_captured(backend.stream("prefill", WHOLE_GPU), masked) == frozenset(range(backend.num_sms))
     backend.stream("decode", WHOLE_GPU)
 
 
@@ -109,16 +108,14 @@ def test_the_whole_gpu_comes_back_after_a_partition(backend: PartitionBackend, p
 
 @pytest.mark.parametrize("sizes", [(64, 96), (132, 96), (96, 132), (40, 80)])
 def test_lanes_that_overlap_or_leave_sms_out(smctrl: SmctrlBackend, probe: SmidProbe, sizes: tuple[int, int]) -> None:
-    partition = SmPartition(*(min(size, smctrl.num_sms) // SMS_PER_TPC for size in sizes))
-    verified = verify(smctrl, partition, probe)
+    verified = verify(smctrl, SmPartition(*(min(size, smctrl.num_sms) // SMS_PER_TPC for size in sizes)), probe)
     shared = len(verified["decode"] & verified["prefill"])
     assert shared == max(0, len(verified["decode"]) + len(verified["prefill"]) - smctrl.num_sms)
 
 
 def test_masks_that_follow_the_gpcs(probe: SmidProbe) -> None:
     green = GreenBackend(SmidProbe())
-    layout = green.gpc_layout()
-    smctrl = SmctrlBackend(SmidProbe(), layout=layout)
+    smctrl = SmctrlBackend(SmidProbe(), layout=green.gpc_layout())
     for partition in splits(probe.num_sms):
         verify(smctrl, partition, probe)
         ours, theirs = (backend.expected_sms("decode", partition) for backend in (smctrl, green))

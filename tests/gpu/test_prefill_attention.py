@@ -107,8 +107,7 @@ def project(config: ModelConfig, cache: KVCache, rows: Rows, dtype: torch.dtype)
         torch.from_numpy(rows.kv_slots).to(DEVICE),
         cos_sin_tables(config, MAX_LEN, DEVICE)[0],
     )
-    q = TritonOps().rope_and_cache(qkv, inputs, cache.layer(LAYER), None)
-    return LayerRows.of(q, qkv), inputs
+    return LayerRows.of(TritonOps().rope_and_cache(qkv, inputs, cache.layer(LAYER), None), qkv), inputs
 
 
 def expected_attention(config: ModelConfig, cache: KVCache, rows: Rows, q: torch.Tensor) -> torch.Tensor:

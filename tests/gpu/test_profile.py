@@ -70,8 +70,7 @@ def all_repeats(table: PerfTable) -> Measured:
 
 def test_a_profile_by_the_command(model: str, tmp_path: Path, record_property: Record) -> None:
     output = tmp_path / "table.json"
-    result = command(model, output, "--json")
-    summary = parsed(result)
+    summary = parsed(command(model, output, "--json"))
     table = read_table(output)
     assert table.complete
     assert [path.name for path in tmp_path.iterdir()] == ["table.json"]
@@ -83,8 +82,7 @@ def test_a_profile_by_the_command(model: str, tmp_path: Path, record_property: R
     errors = summary["held_back_errors"]
     assert 0 <= errors["overall"]["median_percent"] < 100
     # The table serves as a model.
-    made = prepared(model)
-    performance = table_model(table, 64, made.runtime.model)
+    performance = table_model(table, 64, prepared(model).runtime.model)
     assert performance.decode(64, 64_000).ms > 0
     assert tuple(performance.decode_sms) == (32, 64)
     record_property("held_back_errors", errors["kinds"])

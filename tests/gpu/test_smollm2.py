@@ -100,8 +100,7 @@ def test_prefill_in_chunks(
     rows = SEQUENCES * CHUNK
     graphs = None
     if pieces:
-        buckets = row_buckets(rows, decoder.config)
-        graphs = PiecewiseGraphs(decoder, TritonOps(Gpu.of(DEVICE)), buckets=buckets)
+        graphs = PiecewiseGraphs(decoder, TritonOps(Gpu.of(DEVICE)), buckets=row_buckets(rows, decoder.config))
         torch.cuda.synchronize()
         with torch.cuda.stream(torch.cuda.Stream()):
             graphs.capture(progress=False)

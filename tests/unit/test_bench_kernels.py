@@ -107,8 +107,7 @@ def test_operations_by_hand() -> None:
 )
 def test_average_forward(pairs: list[tuple[int, int]], rows: int) -> None:
     forward = sustained.average_forward([WorkloadRequest(prompt, output, None) for prompt, output in pairs], rows)
-    tokens = sum(prompt + output - 1 for prompt, output in pairs)
-    assert forward.rows * forward.repeats == pytest.approx(tokens)
+    assert forward.rows * forward.repeats == pytest.approx(sum(prompt + output - 1 for prompt, output in pairs))
     assert 0 <= forward.decode_rows < rows
     assert 1 <= forward.context <= max(prompt + output for prompt, output in pairs)
     assert 0 <= forward.cached <= max(prompt for prompt, _ in pairs)

@@ -52,8 +52,7 @@ def test_jobs_share_no_gpu(tmp_path: Path) -> None:
 
 def test_a_failure_ends_its_job_alone(tmp_path: Path) -> None:
     bad = Job("bad", ('python -c "import sys; sys.exit(3)"', APPEND % "never"))
-    good = Job("good", (APPEND % "good",))
-    assert states([bad, good], tmp_path, [None]) == ["failed (3)", "not begun", "done"]
+    assert states([bad, Job("good", (APPEND % "good",))], tmp_path, [None]) == ["failed (3)", "not begun", "done"]
     assert (tmp_path / "out").read_text().endswith(" good;")
 
 

@@ -135,8 +135,7 @@ def test_nothing_is_tried_where_a_child_cannot_work(verdict: Verdict) -> None:
 
 
 def test_an_error_of_our_own_ends_the_search() -> None:
-    reached = Outcome(Verdict.HONOURED)
-    run = Mock(side_effect=chain([reached], repeat(OSError("cannot start a process"))))
+    run = Mock(side_effect=chain([Outcome(Verdict.HONOURED)], repeat(OSError("cannot start a process"))))
     with pytest.raises(OSError, match="cannot start"):
         calibrated_with(run)
 
@@ -237,8 +236,7 @@ def test_trial_masks_are_masks_and_the_proof_has_its_own(seed: int, num_tpcs: in
 )
 def test_an_sm_may_be_missed_but_not_added(seen: list[set[int]], exactly: bool, runs: int) -> None:
     script = iter(map(frozenset, seen))
-    probe = SimpleNamespace(run=lambda _: next(script))
-    assert uses_exactly(frozenset({0, 1}), cast(SmidProbe, probe), 0) is exactly
+    assert uses_exactly(frozenset({0, 1}), cast(SmidProbe, SimpleNamespace(run=lambda _: next(script))), 0) is exactly
     assert len(list(script)) == len(seen) - runs
 
 

@@ -211,8 +211,7 @@ def test_all_is_captured_once_and_the_largest_before_the_smaller(plan: CapturePl
 def test_hot_sizes_pad_to_twice_the_planned_rows_at_most(plan: CapturePlan) -> None:
     captured = sorted(key.batch_size for key in hot_keys(plan))
     for rows in range(1, plan.max_num_seqs + 1):
-        padded = next(size for size in captured if size >= rows)
-        assert padded <= 2 * plan.padded(rows)
+        assert next(size for size in captured if size >= rows) <= 2 * plan.padded(rows)
 
 
 @given(plans(), st.integers(1, 2))

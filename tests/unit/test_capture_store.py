@@ -389,8 +389,7 @@ def names_of(found: Iterable[Entry | Pruned]) -> list[str]:
 
 def test_prune_by_total_size_keeps_what_was_used_last(store: CaptureStore) -> None:
     used = [used_days_ago(store, days, gpu=f"gpu{days}") for days in (3, 1, 2)]
-    size = used[0].manifest.num_bytes
-    assert names_of(store.prune(max_total_bytes=2 * size, dry_run=False)) == [used[0].entry_id]
+    assert names_of(store.prune(max_total_bytes=2 * used[0].manifest.num_bytes, dry_run=False)) == [used[0].entry_id]
     assert len(store.prune(max_total_bytes=0, dry_run=False)) == 2
 
 

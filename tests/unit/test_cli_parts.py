@@ -278,8 +278,7 @@ def test_json_of_a_part(run_file: Path) -> None:
 def test_chrome_trace_file(tmp_path: Path, run_file: Path) -> None:
     target = tmp_path / "chrome.json"
     assert invoke(run_file, "--chrome-trace", target).stdout.endswith(f"wrote {target}\n")
-    whole = to_chrome_trace(read_trace(run_file), Window(0.0, 1e6))
-    assert json.loads(target.read_text(encoding="utf-8")) == whole
+    assert json.loads(target.read_text(encoding="utf-8")) == to_chrome_trace(read_trace(run_file), Window(0.0, 1e6))
     assert "the file exists; add --overwrite" in refused(run_file, "--chrome-trace", target)
     assert invoke(run_file, "--chrome-trace", target, "--overwrite").exit_code == 0
 
@@ -304,8 +303,7 @@ def test_a_timeline_of_a_device_without_sms_and_of_no_launches(tmp_path: Path) -
 def test_a_timeline_needs_matplotlib(tmp_path: Path, run_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.delitem(sys.modules, "bullet_graph.cli.plots", raising=False)
-    message = refused(run_file, "--timeline", tmp_path / "t.svg")
-    assert "pip install 'bullet-graph[bench]'" in message
+    assert "pip install 'bullet-graph[bench]'" in refused(run_file, "--timeline", tmp_path / "t.svg")
     assert not (tmp_path / "t.svg").exists()
 
 

@@ -322,5 +322,4 @@ def test_the_simulator_serves_conversations(policy: str) -> None:
     # The cache has room for everything.
     assert 20 < len(replayed.served) < 40
     assert stats.prefix_cache_hits == workload.without(replayed.unsent).shareable_prompt_tokens
-    delays = delays_s(workload, replayed, arrivals_s.tolist())
-    assert delays == pytest.approx([0.0] * len(replayed.served))
+    assert delays_s(workload, replayed, arrivals_s.tolist()) == pytest.approx([0.0] * len(replayed.served))

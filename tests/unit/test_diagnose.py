@@ -56,8 +56,7 @@ def several(link: bool | None = True, *, pcie: int = 0, nccl: str | None = "2.28
 
 def flashinfer(version: str | None) -> dict[str, Any]:
     provenance = complete_machine().provenance
-    versions = {**provenance.versions, "flashinfer": version}
-    return {"provenance": dataclasses.replace(provenance, versions=versions)}
+    return {"provenance": dataclasses.replace(provenance, versions={**provenance.versions, "flashinfer": version})}
 
 
 def test_a_machine_that_has_all() -> None:

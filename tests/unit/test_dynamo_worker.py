@@ -208,8 +208,7 @@ def test_events_are_published_in_order_and_a_failure_ends_nothing(caplog: pytest
         events.put(BlocksRemoved((key,)))
     events.stop()
     assert "1 events of the prefix cache, or the load, could not be published" in caplog.text
-    told = [event["block_hashes"] for batch in published.batches[1:] for event in batch]
-    assert told == [[-1], [1], [2]] * 200
+    assert [event["block_hashes"] for batch in published.batches[1:] for event in batch] == [[-1], [1], [2]] * 200
     assert max(map(len, published.batches)) <= 256
 
 

@@ -65,8 +65,7 @@ def check_forward(
     rows = make_rows(chunks, decode, num_blocks=NUM_BLOCKS, block_tokens=BLOCK_TOKENS)
     logits, _ = lane.run(rows)
     token_ids = np.append(rows.token_ids, np.zeros_like(rows.decode_slots))
-    expected = reference_logits(reference, eager_functions(TorchOps()), token_ids, rows)
-    assert_near(logits, expected, error)
+    assert_near(logits, reference_logits(reference, eager_functions(TorchOps()), token_ids, rows), error)
     for layer in range(config.num_layers):
         for half, wanted in zip(decoder.cache.layer(layer), reference.cache.layer(layer), strict=True):
             assert_near(half, wanted, cache_error)

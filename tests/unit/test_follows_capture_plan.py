@@ -218,8 +218,7 @@ def test_a_step_stays_beside_the_slices_in_flight_only_where_a_graph_holds_it(mo
 
 
 def test_a_device_refuses_a_batch_that_no_graph_holds() -> None:
-    executor = CheckedExecutor(max_batch_sizes={partition_of(48, num_sms=132): 2})
-    loop = CoreLoop("split:48", executor=executor)
+    loop = CoreLoop("split:48", executor=CheckedExecutor(max_batch_sizes={partition_of(48, num_sms=132): 2}))
     loop.core.planner.max_batch_sizes = {}
     arrivals = [(0.0, 100, 50, NO_TARGETS)] * 4 + [(0.1, 900, 5, NO_TARGETS)]
     with pytest.raises(PartitionError, match="where at most 2 are captured: place it on the whole GPU"):

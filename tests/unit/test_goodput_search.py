@@ -115,8 +115,7 @@ def test_both_goodputs_of_a_falling_curve_are_found(
         share = 1.0 if rate <= threshold else (threshold / rate) ** steepness
         return RateRun(rate, share, stable=rate <= knee * threshold)
 
-    search = GoodputSearch(first_rate=first_rate, step=step, tolerance=tolerance, max_runs=100)
-    runs = run_all(search, run_at)
+    runs = run_all(GoodputSearch(first_rate=first_rate, step=step, tolerance=tolerance, max_runs=100), run_at)
     assert len({run.rate for run in runs}) == len(runs)
     for share in SHARES:
         true = min(knee, share ** (-1 / steepness)) * threshold

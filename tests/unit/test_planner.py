@@ -141,8 +141,7 @@ class TestSerialAndMixed:
         assert backlog.pairs(200) == attention_pairs(200, 700)
         assert backlog.pairs(300) == attention_pairs(300, 700)
         assert backlog.pairs(1000) == attention_pairs(300, 700) + attention_pairs(700)
-        plan = planner("mixed:1000").plan(load)
-        assert plan.decode_ms == model().mixed(984, backlog.pairs(984), 16, 16000).ms
+        assert planner("mixed:1000").plan(load).decode_ms == model().mixed(984, backlog.pairs(984), 16, 16000).ms
 
     @given(st.integers(1, 256), st.floats(8.0, 60.0), st.integers(16, 20000), st.sampled_from([0.8, 1.0, 1.25]))
     def test_the_chunk_is_the_largest_that_fits_the_target(

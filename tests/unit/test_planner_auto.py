@@ -166,8 +166,7 @@ class TestAuto:
 
     def test_a_lead_is_not_spent_on_longer_intervals(self) -> None:
         plan = planner().plan(load_of(decoding(64, tpot=15.0, budget=200.0), 8000))
-        mixed = next(o for o in plan.options if o.policy == "mixed")
-        assert 15.0 < mixed.interval_ms <= TUNING.budget_cap * 15.0
+        assert 15.0 < next(o for o in plan.options if o.policy == "mixed").interval_ms <= TUNING.budget_cap * 15.0
         assert chosen(plan).interval_ms <= TUNING.budget_cap * 15.0
 
     @pytest.mark.parametrize("policy", ["auto", "mixed"])
@@ -196,8 +195,7 @@ class TestAuto:
         assert lane.prefill_tokens_per_s > 200 / 0.038
         assert not lane.holds_ttft
         # Once all but one of its layers are done, the same chunk ends in time.
-        chunk = chunk_of(2200, 1, 50.040)
-        ending = planner().plan(load_of(decoding(16, tpot=20.0), chunk=chunk, now_s=50.0))
+        ending = planner().plan(load_of(decoding(16, tpot=20.0), chunk=chunk_of(2200, 1, 50.040), now_s=50.0))
         assert next(o for o in ending.options if o.decode_sms == 16).holds_ttft
 
     def test_the_best_chunk_is_taken_not_the_largest(self) -> None:

@@ -131,8 +131,7 @@ def test_slow_points_take_longer_than_the_burst() -> None:
     ],
 )
 def test_limits(point: ProfilePoint, allowed: bool) -> None:
-    limits = ProfileLimits(max_batch_size=10, max_tokens=200, max_model_len=500, kv_tokens=1600)
-    assert limits.allows(point) is allowed
+    assert ProfileLimits(max_batch_size=10, max_tokens=200, max_model_len=500, kv_tokens=1600).allows(point) is allowed
 
 
 @pytest.mark.parametrize(

@@ -114,8 +114,7 @@ def test_latency_counts_from_arrival_though_the_loop_was_busy() -> None:
 
 def test_concurrency_is_limited_and_waiting_for_a_place_is_not_latency() -> None:
     engine = FakeEngine()
-    requests = [request(0.0), request(0.5), request(0.75), request(5.0)]
-    result = replay(engine, requests, max_concurrency=1)
+    result = replay(engine, [request(0.0), request(0.5), request(0.75), request(5.0)], max_concurrency=1)
     assert engine.most_under_way == 1
     assert arrivals_s(engine) == [0, 1, 2, 5]
     assert [r.metrics.ttft_ms for r in result.served] == pytest.approx([1000] * 4)
@@ -152,8 +151,7 @@ def test_nothing_served_takes_no_time() -> None:
 def test_targets_reach_engine_and_result() -> None:
     engine = FakeEngine()
     slo = Slo(ttft_ms=100)
-    requests = [TimedRequest(0.0, (4,), SamplingParams(max_tokens=7), slo), request(0.0)]
-    first, second = replay(engine, requests).served
+    first, second = replay(engine, [TimedRequest(0.0, (4,), SamplingParams(max_tokens=7), slo), request(0.0)]).served
     assert [added[3] for added in engine.added] == [slo, NO_TARGETS]
     assert (first.input_tokens, first.output_tokens, first.slo, first.meets_slo) == (1, 7, slo, False)
     assert (second.input_tokens, second.output_tokens, second.slo, second.meets_slo) == (3, 2, NO_TARGETS, True)

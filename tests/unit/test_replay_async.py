@@ -84,8 +84,7 @@ async def run(system: Scripted, requests: Sequence[TimedRequest], **options: obj
 
 
 async def test_times_worked_out_by_hand() -> None:
-    time = VirtualTime()
-    system = Scripted(time, {0: [(0.5, 1), (0.25, 2), (1.0, 1)], 1: [(0.125, 1)]})
+    system = Scripted(VirtualTime(), {0: [(0.5, 1), (0.25, 2), (1.0, 1)], 1: [(0.125, 1)]})
     slo = Slo(ttft_ms=500, tpot_ms=500)
     run_ = await run(system, [request(0, 1.0, 4, slo), request(1, 1.5, 1)])
     first, second = run_.served
@@ -114,8 +113,7 @@ async def test_a_late_send_counts_against_the_system() -> None:
                 yield tokens
 
     system = Busy(time, {name: [(0.5, 1)] for name in range(3)})
-    requests = [request(name, 0.25 * name, 1) for name in range(3)]
-    served = (await run(system, requests)).served
+    served = (await run(system, [request(name, 0.25 * name, 1) for name in range(3)])).served
     assert [r.metrics.arrival_s for r in served] == [100.0, 100.25, 100.5]
     assert [r.metrics.ttft_ms for r in served] == [2500, 2250, 2000]
 
@@ -158,8 +156,7 @@ async def test_requests_fail_alone() -> None:
         },
     )
     done = []
-    requests = [request(name, 0.0, 2) for name in range(5)]
-    run_ = await run(system, requests, max_concurrency=2, on_done=done.append)
+    run_ = await run(system, [request(name, 0.0, 2) for name in range(5)], max_concurrency=2, on_done=done.append)
     assert [r.error for r in run_.served] == [
         "too long",
         "gave 1 of 2 tokens",

@@ -72,8 +72,7 @@ def test_the_hosts_time_is_told_apart_from_the_devices() -> None:
 
 
 def test_a_last_token_does_not_wait_until_the_host_has_launched_a_long_prompt() -> None:
-    simulation = run([(1000, 20), (8000, 1)], [0.0, 0.1], slo=TIGHT, host_overhead_ms=0.2)
-    first, _ = simulation.replay.served
+    first, _ = run([(1000, 20), (8000, 1)], [0.0, 0.1], slo=TIGHT, host_overhead_ms=0.2).replay.served
     assert first.metrics.itl_ms[-1] < 15 < MODEL.num_layers * 0.5
 
 

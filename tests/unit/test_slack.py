@@ -72,8 +72,7 @@ class TestDecodeLoad:
         assert far == pytest.approx(reach * 15.0 - reserve_ms - (reach - 1) * SOLO_MS)
 
     def test_the_tightest_row_binds(self) -> None:
-        rows = [RowProgress(10.0, 1, MANY, tpot) for tpot in (30.0, 12.0, 20.0)]
-        load = load_of(*rows)
+        load = load_of(*[RowProgress(10.0, 1, MANY, tpot) for tpot in (30.0, 12.0, 20.0)])
         assert load.target_ms == 12.0
         assert load.budget_ms == pytest.approx(
             12.0 * (1 - TUNING.reserve_share) - TUNING.reserve_ms / TUNING.budget_horizon_tokens

@@ -319,8 +319,7 @@ def test_a_bar_says_that_the_search_was_not_over(tolerance: float, label: str) -
     nothing, cell, *_ = make_sweep().cells
     assert _bar_label(cell, tolerance) == label
     assert _bar_label(nothing, tolerance) == "< 5"
-    short = cell.model_copy(update={"sustained": False})
-    assert _bar_label(short, tolerance) == f"{label}\nnot sustained"
+    assert _bar_label(cell.model_copy(update={"sustained": False}), tolerance) == f"{label}\nnot sustained"
 
 
 def test_each_comparison_has_its_pictures_from_the_file_alone(path: Path) -> None:

@@ -140,8 +140,7 @@ def check(
     ],
 )
 def test_any_heads(heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> None:
-    config = model(heads=heads, kv_heads=kv_heads, head_dim=head_dim)
-    check(config, [37, 1], dtype=dtype, num_sms=1, padding_rows=1)
+    check(model(heads=heads, kv_heads=kv_heads, head_dim=head_dim), [37, 1], dtype=dtype, num_sms=1, padding_rows=1)
 
 
 @settings(max_examples=8)
@@ -253,8 +252,7 @@ def test_a_plan_reads_its_batch_when_it_runs() -> None:
     indptr = torch.tensor([0, 1, 2], dtype=torch.int32, device=DEVICE)
     indices = torch.zeros(8, dtype=torch.int32, device=DEVICE)
     last = torch.tensor([1, 1], dtype=torch.int32, device=DEVICE)
-    lane = lane_of(config, cache, num_sms=4)
-    plan = lane.plan(DecodeBatch(indptr, indices, last))
+    plan = lane_of(config, cache, num_sms=4).plan(DecodeBatch(indptr, indices, last))
     q = torch.randn(2, config.num_heads, 16, generator=torch.Generator().manual_seed(1)).to(DEVICE)
     plan.run(LAYER, rows_of(q))
     indptr.copy_(torch.tensor([0, 5, 8]))

@@ -19,8 +19,7 @@ ERROR = 2e-3  # relative, Frobenius, of results in 16 bits
 
 def small(block_m: int, group_m: int = 2) -> Tiling:
     """Tiles that the interpreter multiplies quickly; none divides the sizes below."""
-    sizes = {"BLOCK_M": block_m, "BLOCK_N": 32, "BLOCK_K": 32, "GROUP_M": group_m}
-    return sizes | {"STAGES": 2, "num_warps": 4}
+    return {"BLOCK_M": block_m, "BLOCK_N": 32, "BLOCK_K": 32, "GROUP_M": group_m} | {"STAGES": 2, "num_warps": 4}
 
 
 def layer(num_experts: int, top_k: int, *, renormalize: bool = True, hidden: int = 40, size: int = 24) -> Experts:

@@ -22,7 +22,8 @@ I32, F32, FP8 = "*i32", "*fp32", "*fp8e4nv"
 SIZES = dict(OUT_FEATURES=6144, IN_FEATURES=4096, GLU=0)
 GIVEN = dict(  # a kernel takes those that it names
     kv_indptr_ptr=I32, block_indptr_ptr=I32, kv_indices_ptr=I32, last_block_tokens_ptr=I32,
-    members_ptr=I32, prefix_ptr=F32, prefix_lse_ptr=F32, partial_ptr=F32, partial_lse_ptr=F32, arrived_ptr=I32, positions_ptr=I32,
+    members_ptr=I32, prefix_ptr=F32, prefix_lse_ptr=F32, partial_ptr=F32, partial_lse_ptr=F32, arrived_ptr=I32,
+    positions_ptr=I32,
     kv_slots_ptr=I32, cos_sin_ptr=F32, num_rows="i32", scale_log2="fp32", workers="i32", width="i32", hidden_size="i32",
     eps="fp32", scale_ptr=F32, x_scales_ptr=F32, scales_ptr=F32, bias_ptr=None, q_norm_ptr=None, k_norm_ptr=None,
     NUM_HEADS=32, NUM_KV_HEADS=8, HEAD_DIM=128, HALF=64, HEADS_BLOCK=16, BLOCK_TOKENS=16, Q_BLOCK=8,

@@ -308,8 +308,7 @@ class TestPromptTokenIds:
         assert len({tuple(prompt[:8].tolist()) for prompt in prompts}) == 40
 
     def test_a_request_with_ids_keeps_them(self) -> None:
-        request = WorkloadRequest(3, 1, None, (5, 0, 9))
-        ids = make_prompt_token_ids(request, 4, 10, seed=1)
+        ids = make_prompt_token_ids(WorkloadRequest(3, 1, None, (5, 0, 9)), 4, 10, seed=1)
         assert ids.dtype == np.int32
         assert ids.tolist() == [5, 0, 9]
 
