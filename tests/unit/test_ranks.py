@@ -55,6 +55,13 @@ def test_a_failure_that_is_met_again_does_not_become_its_own_cause() -> None:
     ranks.stop()
 
 
+def test_a_rank_that_is_slow_to_end_is_told_all_the_same() -> None:
+    ranks = Ranks(1)
+    ranks._processes = [Mock(poll=lambda: None)]
+    assert "ended with no exit code yet" in str(ranks._verdict({}, [(0.0, 1, None)]))
+    ranks.stop()
+
+
 def test_a_failure_is_told_though_the_driver_holds_an_abort_back() -> None:
     ranks, entered, held = Ranks(1), threading.Event(), threading.Event()
 
