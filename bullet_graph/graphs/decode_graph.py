@@ -109,7 +109,7 @@ class DecodeGraphs:
         self._functions_for(self.batch_sizes[-1])
 
     def capture_one(self, key: GraphKey, stream: torch.cuda.Stream) -> None:
-        """Capture a size's graph on the stream, which is bound to its partition; compiles first if need be."""
+        """Capture a size's graphs on the stream, which is bound to its partition; compiles first if need be."""
         self._functions_for(key.batch_size)
         # Padding rows will do: lengths do not change the launches.
         inputs = self._pad(_NO_ROWS, key.batch_size)

@@ -17,7 +17,7 @@ from bullet_graph.kernels.decode_attention_kernels import TILE, combine_partials
 from bullet_graph.kernels.gpu import Gpu
 from bullet_graph.kernels.launch import quick
 from bullet_graph.kernels.memory import KVCache
-from bullet_graph.kernels.shared_blocks import MOST_MEMBERS, SharedBlocks, saved_blocks, shared_blocks
+from bullet_graph.kernels.shared_blocks import MOST_MEMBERS, HostBlocks, SharedBlocks, saved_blocks, shared_blocks
 from bullet_graph.perf.roofline import DecoderShape
 
 _LEAST_COLUMNS = 8  # of the tensor cores' smallest product
@@ -94,9 +94,7 @@ class TritonDecodeAttention:
         """Whether rows may read common blocks once: without windows, and not over an FP8 cache, where it is slower."""
         return self._windows == {None} and not self._config.fp8_kv
 
-    def shared_blocks(
-        self, kv_indptr: NDArray[np.int32], kv_indices: NDArray[np.int32]
-    ) -> SharedBlocks[NDArray[np.int32]] | None:
+    def shared_blocks(self, kv_indptr: NDArray[np.int32], kv_indices: NDArray[np.int32]) -> HostBlocks | None:
         """:func:`shared_blocks` of a batch, as a batch on the whole GPU can take them; None where that is slower."""
         shared = shared_blocks(kv_indptr, kv_indices) if self.can_share else None
         block_bytes = 2 * self.cache.layer(0)[0][0].nbytes

@@ -13,7 +13,7 @@ _LEAST_SHARED_BLOCKS = 8
 _LEAST_COMMON_BYTES = 2**23  # of a layer; fewer stay in the L2 cache, from where each row reads them as fast
 _LAUNCH_BYTES = 88 * 2**20  # of a layer, read in the time that the launch for groups takes
 _CACHED_SHARE, _GROUPED_SHARE = 0.44, 0.61
-"""Of the reads of a block after the first one: what the L2 cache saves, and what groups save besides."""
+"""Of a block's repeated reads, the L2 cache saves the first share of their time, and groups save the second as well."""
 
 
 class SharedBlocks(NamedTuple, Generic[Array]):
@@ -32,8 +32,8 @@ class SharedBlocks(NamedTuple, Generic[Array]):
 HostBlocks = SharedBlocks[Int32Array]
 
 
-def shared_blocks(kv_indptr: Int32Array, kv_indices: Int32Array, most: int = MOST_MEMBERS) -> HostBlocks | None:
-    """Find groups of at most ``most`` neighbouring rows that begin with the same blocks.
+def shared_blocks(kv_indptr: Int32Array, kv_indices: Int32Array) -> HostBlocks | None:
+    """Find groups of at most :data:`MOST_MEMBERS` neighbouring rows that begin with the same blocks.
 
     ``kv_indptr`` [rows + 1] is where each row's blocks start in ``kv_indices``: from 0 on, at least one each. The
     result has as many groups as the rows can form. None: there are no such rows.
@@ -54,7 +54,8 @@ def shared_blocks(kv_indptr: Int32Array, kv_indices: Int32Array, most: int = MOS
     group_blocks, members, counts, first = [], [], np.zeros(rows, dtype=np.int32), 0
     while first < rows - 1:
         last, blocks = first, int(lengths[first])
-        while last < rows - 1 and last - first < most - 1 and min(blocks, common.get(last, 0)) >= _LEAST_SHARED_BLOCKS:
+        end = min(rows, first + MOST_MEMBERS)
+        while last + 1 < end and min(blocks, common.get(last, 0)) >= _LEAST_SHARED_BLOCKS:
             blocks, last = min(blocks, common[last]), last + 1
         if last > first:
             group_blocks.append(blocks)
@@ -72,10 +73,10 @@ def shared_blocks(kv_indptr: Int32Array, kv_indices: Int32Array, most: int = MOS
 def saved_blocks(
     shared: HostBlocks, kv_indptr: Int32Array, kv_indices: Int32Array, block_bytes: int
 ) -> tuple[float, float]:
-    """How many blocks less, all of them different, would be read in the same time: by the L2 cache, and by groups.
+    """What the L2 cache saves, and what groups save as well: the time of reading so many blocks from memory.
 
-    ``block_bytes``: keys and values of a layer. Groups save nothing, or less than that, where they are slower. The
-    shares are a fit to 14 batches on an H200 (bench/LOG.md).
+    ``block_bytes`` are those of a block's keys and values in a layer. Groups save 0 where they are slower. The shares
+    are a fit to 14 batches on an H200.
     """
     sizes = np.diff(shared.group_indptr)
     (firsts, rows), sizes = shared.members.reshape(-1, 2)[sizes > 0].T, sizes[sizes > 0]
@@ -83,4 +84,5 @@ def saved_blocks(
     # Of groups with one first block, the first counts.
     different = int(sizes[np.unique(kv_indices[kv_indptr[firsts]], return_index=True)[1]].sum())
     by_groups = _GROUPED_SHARE * (reads - read_once) - _LAUNCH_BYTES / block_bytes
-    return _CACHED_SHARE * (reads - different), by_groups if different * block_bytes >= _LEAST_COMMON_BYTES else 0.0
+    pays = by_groups > 0 and different * block_bytes >= _LEAST_COMMON_BYTES
+    return _CACHED_SHARE * (reads - different), by_groups if pays else 0.0

@@ -183,7 +183,7 @@ class SimulatedExecutor(Executor):
             return 0
         cached, by_groups = saved_blocks(shared, decode.kv_indptr, decode.kv_indices, block_bytes)
         # Parts of the GPU have no graphs with groups.
-        return int(KV_BLOCK_TOKENS * (cached + max(by_groups if placement.partition == WHOLE_GPU else 0.0, 0.0)))
+        return int(KV_BLOCK_TOKENS * (cached + (by_groups if placement.partition == WHOLE_GPU else 0.0)))
 
     def _alone_ms(self, work: StepWork, placement: Placement) -> float:
         lane, partition = placement.lane, placement.partition

@@ -160,7 +160,7 @@ def batch_of(rows: list[list[int]], *, last: int = 3) -> tuple[np.ndarray, np.nd
     """Rows of these blocks, the last of which holds ``last`` tokens."""
     indptr = np.array([0, *accumulate(map(len, rows))], dtype=np.int32)
     indices = np.concatenate(rows).astype(np.int32)
-    shared = shared_blocks(indptr, indices, most=3)
+    shared = shared_blocks(indptr, indices)
     on_device = None if shared is None else SharedBlocks(*(torch.from_numpy(a).to(DEVICE) for a in shared))
     lasts = torch.full((len(rows),), last, dtype=torch.int32, device=DEVICE)
     tensors = torch.from_numpy(indptr).to(DEVICE), torch.from_numpy(indices).to(DEVICE)
@@ -169,7 +169,7 @@ def batch_of(rows: list[list[int]], *, last: int = 3) -> tuple[np.ndarray, np.nd
 
 @settings(max_examples=10)
 @given(
-    groups=st.lists(st.tuples(st.integers(0, 5), st.lists(st.integers(1, 3), min_size=1, max_size=4)), max_size=3),
+    groups=st.lists(st.tuples(st.integers(0, 5), st.lists(st.integers(1, 3), min_size=1, max_size=6)), max_size=3),
     num_sms=st.integers(1, 3),
     combine_rows=st.sampled_from([1, 99]),
     group_blocks=st.sampled_from([1, 3]),
@@ -187,7 +187,7 @@ def test_common_blocks_are_read_once(
     cache = filled_cache(config, 100, torch.float32)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("bullet_graph.kernels.shared_blocks._LEAST_SHARED_BLOCKS", 1)
-        for name, value in (("MOST_MEMBERS", 3), ("_COMBINE_ROWS", combine_rows), ("_GROUP_BLOCKS", group_blocks)):
+        for name, value in (("_COMBINE_ROWS", combine_rows), ("_GROUP_BLOCKS", group_blocks)):
             patch.setattr(decode_attention, name, value)
         indptr, _, batch = batch_of(rows)
         plan = lane_of(config, cache, max_rows=len(rows), num_sms=num_sms).plan(batch)
@@ -203,13 +203,13 @@ def test_common_blocks_are_read_once(
 
 def test_which_blocks_are_common() -> None:
     common = list(range(1, 101))
-    rows = [[*common, 200 + row] for row in range(5)] + [[7], [*common[:50], 300, 301], [8]]
+    rows = [[*common, 200 + row] for row in range(6)] + [[7], [*common[:50], 300, 301], [8]]
     _, _, batch = batch_of(rows)
     assert batch.shared is not None
-    # At most three at a time; the last of the five goes with none: the row after it is another's.
-    assert batch.shared.members.tolist() == [0, 3, 3, 2, 0, 0, 0, 0]
+    # At most four at a time; the row after the six is another's.
+    assert batch.shared.members.tolist() == [0, 4, 4, 2, 0, 0, 0, 0]
     assert batch.shared.group_indptr.tolist() == [0, 100, 200, 200, 200]
-    assert torch.diff(batch.shared.own_indptr).tolist() == [1, 1, 1, 1, 1, 1, 52, 1]
+    assert torch.diff(batch.shared.own_indptr).tolist() == [1, 1, 1, 1, 1, 1, 1, 52, 1]
     assert batch_of([[*common, 200], [9]])[2].shared is None
     # Few in common.
     assert batch_of([[*common[:7], *[200 + row] * 9] for row in range(60)])[2].shared is None
@@ -220,7 +220,7 @@ def test_which_blocks_are_common() -> None:
         assert (found is not None) == enough
     # Other layers' or another format's kernels do not know groups.
     for other in (model(window=9), dataclasses.replace(model(), fp8_kv=True)):
-        lane = lane_of(other, filled_cache(other, 2, torch.float32), max_rows=8)
+        lane = lane_of(other, filled_cache(other, 2, torch.float32), max_rows=9)
         assert lane.shared_blocks(np.array([0, 9, 18]), np.tile(np.arange(9), 2)) is None
         with pytest.raises(ConfigError, match="without windows"):
             lane.plan(batch)
