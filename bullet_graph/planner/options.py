@@ -244,9 +244,9 @@ class Options:
         size is rounded down: one more forward costs less than a decode step without prompts.
         """
         rows = self.batch_size + max(self._load.queued_tokens, self.backlog.tokens) / max(steps, 1)
-        lasting = math.floor(rows / TUNING.paced_row_step)
-        growing = math.ceil((self.batch_size + TUNING.paced_prompt_rows) / TUNING.paced_row_step)
-        whole = max(TUNING.paced_row_step * max(lasting, growing), TUNING.paced_rows)
+        lasting = math.floor(rows / TUNING.paced_rows)
+        growing = math.ceil((self.batch_size + TUNING.paced_prompt_rows) / TUNING.paced_rows)
+        whole = TUNING.paced_rows * max(lasting, growing)
         return self.mixed(min(whole, self._predictor.max_chunk_tokens) - self.batch_size)
 
     def split(self, decode_sms: int) -> Option:

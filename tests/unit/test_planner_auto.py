@@ -64,11 +64,11 @@ class TestAuto:
             # 64 rows and a hundredth of the prompts, rounded down to a multiple; never fewer than are worth it, nor
             # more than a forward may hold or are left. Beside many decode rows, prompts keep their share.
             (64, 120_000, 100, 1024),
-            (64, 128_000, 100, 1280),
+            (64, 198_000, 100, 2048),
             (64, 120_000, 1000, 1024),
             (64, 1_200_000, 100, MAX_CHUNK),
             (64, 500, 3, 564),
-            (1000, 32_000, 10_000, 1536),
+            (1000, 32_000, 10_000, 2048),
         ],
     )
     def test_prompts_last_as_long_as_the_longest_output(
