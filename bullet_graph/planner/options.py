@@ -196,9 +196,8 @@ class Options:
 
     def mixed(self, tokens: int) -> Option:
         """One forward with the decode rows and ``tokens`` prompt rows; fewer if fewer wait or fit."""
-        row_step = TUNING.row_step
-        most = max(self._predictor.max_chunk_tokens - self.batch_size, row_step)
-        tokens = min(max(tokens, row_step), most, self.backlog.tokens)
+        most = max(self._predictor.max_chunk_tokens - self.batch_size, TUNING.row_step)
+        tokens = min(max(tokens, TUNING.row_step), most, self.backlog.tokens)
         prediction = self._model.mixed(tokens, self.backlog.pairs(tokens), *self._batch)
         ms = prediction.ms * self._corrections["mixed", "step"]
         return self._option("mixed", tokens, ms, tokens / ms, prediction.measured)
@@ -243,11 +242,10 @@ class Options:
         The rest of the longest output then rides along with prompts instead of decoding in a shrinking batch. The
         size is rounded down: one more forward costs less than a decode step without prompts.
         """
-        rows = self.batch_size + max(self._load.queued_tokens, self.backlog.tokens) / max(steps, 1)
-        lasting = math.floor(rows / TUNING.paced_rows)
-        growing = math.ceil((self.batch_size + TUNING.paced_prompt_rows) / TUNING.paced_rows)
-        whole = TUNING.paced_rows * max(lasting, growing)
-        return self.mixed(min(whole, self._predictor.max_chunk_tokens) - self.batch_size)
+        lasting = self.batch_size + max(self._load.queued_tokens, self.backlog.tokens) / max(steps, 1)
+        growing = self.batch_size + TUNING.paced_prompt_rows
+        multiple = max(math.floor(lasting / TUNING.paced_rows), math.ceil(growing / TUNING.paced_rows))
+        return self.mixed(min(multiple * TUNING.paced_rows, self._predictor.max_chunk_tokens) - self.batch_size)
 
     def split(self, decode_sms: int) -> Option:
         """Both lanes at once: ``decode_sms`` SMs for decode, the others for prefill."""

@@ -64,7 +64,7 @@ class TestAuto:
             # 64 rows and a hundredth of the prompts, rounded down to a multiple; never fewer than are worth it, nor
             # more than a forward may hold or are left. Beside many decode rows, prompts keep their share.
             (64, 120_000, 100, 1024),
-            (64, 198_000, 100, 2048),
+            (64, 199_000, 100, 2048),
             (64, 120_000, 1000, 1024),
             (64, 1_200_000, 100, MAX_CHUNK),
             (64, 500, 3, 564),
