@@ -135,13 +135,7 @@ class DecodeGraphs:
         torch.cuda.current_stream().wait_stream(stream)
         self._captured[key, shared is not None] = graph, token_ids
 
-    def run(
-        self,
-        inputs: DecodeInputs,
-        partition: SmPartition = WHOLE_GPU,
-        least_rows: int = 1,
-        started: torch.cuda.Event | None = None,
-    ) -> Tensor:
+    def run(self, inputs: DecodeInputs, partition: SmPartition = WHOLE_GPU, least_rows: int = 1) -> Tensor:
         """Enqueue a decode step on the current stream, padded to ``least_rows`` if there is a graph of that size.
 
         Returns [n] int32 sampled tokens, valid until the next step runs; their logits are in :meth:`logits`.
@@ -156,8 +150,6 @@ class DecodeGraphs:
             shared = self._attention.shared_blocks(padded.kv_indptr, padded.kv_indices)
         self._prepare(padded, partition, shared)
         graph, token_ids = self._captured[key, shared is not None]
-        if started is not None:  # not before: on an idle GPU, its time would count the host's work
-            started.record()
         graph.replay()
         return token_ids[:rows]
 
