@@ -286,7 +286,8 @@ class EngineCore:
         if scheduled.scored:
             predicted_ms = None  # made for chunks of which one row has logits
         if lane == "decode":
-            self._decode_start_s = now
+            # From when it was due: what the host takes would add up. At most an interval is made good.
+            self._decode_start_s = max(self._decode_start_s + plan.interval_ms / 1e3, now - plan.interval_ms / 1e3)
         ticket = self.executor.launch(scheduled.step, placement)
         self.in_flight.launching = None
         launch = Launch(ticket, scheduled, placement, plan.policy, predicted_ms, bool(self.in_flight[other_lane(lane)]))
