@@ -305,7 +305,7 @@ def test_unhurried_until_a_prompt_comes(lone_rows: int, late_s: float, monkeypat
         assert planner.corrections["solo", "step"] == pytest.approx(1.0, abs=0.02)
         return [launch.time_s for launch in executor.launches]
 
-    first: Arrival = (0.0, 10, 20, slo)
+    first: Arrival = (1.0, 10, 20, slo)
     times = launch_times(first)
     step_s = MODEL.decode(1, 20).ms / 1e3
     gaps = [later - earlier for earlier, later in pairwise(times)]
