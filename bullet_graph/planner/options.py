@@ -196,8 +196,9 @@ class Options:
 
     def mixed(self, tokens: int) -> Option:
         """One forward with the decode rows and ``tokens`` prompt rows; fewer if fewer wait or fit."""
-        most = max(self._predictor.max_chunk_tokens - self.batch_size, TUNING.row_step)
-        tokens = min(max(tokens, TUNING.row_step), most, self.backlog.tokens)
+        row_step = TUNING.row_step
+        most = max(self._predictor.max_chunk_tokens - self.batch_size, row_step)
+        tokens = min(max(tokens, row_step), most, self.backlog.tokens)
         prediction = self._model.mixed(tokens, self.backlog.pairs(tokens), *self._batch)
         ms = prediction.ms * self._corrections["mixed", "step"]
         return self._option("mixed", tokens, ms, tokens / ms, prediction.measured)
