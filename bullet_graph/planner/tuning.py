@@ -20,8 +20,8 @@ class PlannerTuning:
     # needs 17 ms.
     fixed_chunk_tokens: int = 512
     floor_tokens: int = 64  # prompt rows of a mixed step that cannot hold its target anyway
-    # Forwards paced to last for the longest output have a multiple of ``paced_rows`` rows (prompt and decode). Between,
-    # part of a wave of tiles is wasted: in FP8, 1,226 rows take 7 % longer per row than 1,024 (bench/LOG.md).
+    # Forwards paced to last for the longest output have a multiple of ``paced_rows`` rows (prompt and decode). Other
+    # numbers waste part of a wave of tiles: in FP8, 1,226 rows take 7 % longer per row than 1,024 (bench/LOG.md).
     paced_rows: int = 1024
     paced_prompt_rows: int = 512  # however many rows decode, so that the batch keeps growing
     split_slice_ms: float = 5.0  # slices beside decode aim at this time, so that the split can soon change
