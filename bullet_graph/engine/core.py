@@ -286,9 +286,7 @@ class EngineCore:
         if scheduled.scored:
             predicted_ms = None  # made for chunks of which one row has logits
         if lane == "decode":
-            # Not from now on: the host's delays would add up. A delay beyond one interval is not made good.
-            interval_s = plan.interval_ms / 1e3
-            self._decode_due_s = max(self._decode_due_s + interval_s, now - interval_s)
+            self._decode_due_s = now
         ticket = self.executor.launch(scheduled.step, placement)
         self.in_flight.launching = None
         launch = Launch(ticket, scheduled, placement, plan.policy, predicted_ms, bool(self.in_flight[other_lane(lane)]))

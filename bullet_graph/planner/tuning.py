@@ -73,7 +73,7 @@ class PlannerTuning:
     late_period_s: float = 0.03125
     # While no prompt waits, decode steps begin at most this share of the TPOT target apart, and at most this many times
     # their own duration.
-    unhurried_share: float = 0.88
+    unhurried_share: float = 0.85
     unhurried_ratio: float = 2.0
 
 
