@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
 from typing import Any, TypeAlias
@@ -123,17 +123,15 @@ class Searched:
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What systems of one file, or of one card and commit, are compared at.
+    """What this engine and a peer are compared at: cells of one file, or of files of one card and commit.
 
     Attributes:
-        files: their names.
         own: this engine's cells by system.
-        peers: the others'.
+        peers: the peer's, a cell for each of its settings.
         older: the same searches before it, newest first.
     """
 
     source: Source
-    files: list[str]
     workload: str
     num_prompts: int | None
     slo: str
@@ -151,15 +149,23 @@ class Task:
 
     @property
     def file(self) -> str:
-        return "`, `".join(self.files)
+        cells = (*self.own.values(), *self.peers.values())
+        return "`, `".join(dict.fromkeys(name for cell in cells for name in cell["files"]))
+
+    @property
+    def peer(self) -> str:
+        """Its name."""
+        kind = next(iter(self.peers)).split()[0]
+        return {"vllm": "vLLM", "sglang": "SGLang"}.get(kind, kind)
 
     @property
     def short(self) -> str:
-        """Such as ``conv, 500/15 ms``, the targets of TTFT and TPOT."""
+        """Such as ``conv, 500/15 ms``, the targets of TTFT and TPOT; then the peer, where it is not vLLM."""
         name = self.workload.partition(":")[2] or self.workload
+        beside = f", {self.peer}" * (self.peer != "vLLM")
         if ":" not in self.slo:
-            return f"{name}, {self.num_prompts} requests"
-        return f"{name}, {self.slo.removeprefix('ttft:').replace('ms tpot:', '/').replace('ms', ' ms')}"
+            return f"{name}, {self.num_prompts} requests{beside}"
+        return f"{name}, {self.slo.removeprefix('ttft:').replace('ms tpot:', '/').replace('ms', ' ms')}{beside}"
 
     @property
     def is_search(self) -> bool:
@@ -174,26 +180,28 @@ class Task:
 
 
 def tasks_of(sources: Sequence[Source]) -> list[Task]:
-    """What this engine and a peer were both measured at; of the same searches, the newest."""
+    """What this engine and a peer were both measured at, a task for each peer; of the same searches, the newest."""
     found: dict[tuple[object, ...], Task] = {}
     for source in sorted(filter(lambda one: one.is_comparison, sources), key=lambda one: one.date):
         for cell in source.fields["cells"]:
-            new = Task(source, [], cell["workload"], cell["num_prompts"], cell["slo"], {}, {})
+            new = Task(source, cell["workload"], cell["num_prompts"], cell["slo"], {}, {})
             key = source.origin, new.model, new.is_search, new.workload, new.num_prompts, new.slo
             task = found.setdefault(key, new)
             side = task.own if cell["system"].split()[0] == OWN else task.peers
-            before = side.get(cell["system"], {"runs": []})
-            side[cell["system"]] = {**cell, "runs": [*before["runs"], *cell["runs"]]}
-            task.files.extend({source.name}.difference(task.files))
+            joined = side.setdefault(cell["system"], cell | {"runs": [], "files": []})
+            joined["runs"].extend(cell["runs"])
+            joined["files"].append(source.name)
     tasks: dict[tuple[object, ...], Task] = {}
-    for task in found.values():
-        if task.own and task.peers:
+    for both in found.values():
+        for kind in sorted({name.split()[0] for name in both.peers}) if both.own else ():
+            peers = {name: cell for name, cell in both.peers.items() if name.split()[0] == kind}
+            task = replace(both, peers=peers, older=[])
             # The number of requests of a search differs from run to run; all at once it is the work.
-            key = task.model, task.workload, task.slo, None if task.is_search else task.num_prompts
+            key = task.model, kind, task.workload, task.slo, None if task.is_search else task.num_prompts
             if (before := tasks.get(key)) is not None:
                 task.older.extend((before, *before.older))
             tasks[key] = task
-    return sorted(tasks.values(), key=lambda task: (task.model, task.workload, task.slo, task.source.name))
+    return sorted(tasks.values(), key=lambda task: (task.model, task.workload, task.slo, task.peer, task.source.name))
 
 
 def runs_of(cell: dict[str, Any], rate: float | None = -1.0) -> list[Run]:

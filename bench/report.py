@@ -7,12 +7,11 @@ No figure is typed by hand. A figure that no file has is left out.
 """
 
 import io
-import itertools
 import json
 import math
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -35,9 +34,6 @@ from bullet_graph.workloads import load_workload
 BENCH = Path(__file__).resolve().parent
 BARE_WAY = "in turn, with passes"
 LATENCIES = tuple(f"{label}_{name}_ms" for name in ("ttft", "tpot", "itl") for label in ("median", "p90", "p99"))
-PLAIN_MODEL = "llama-3.1-8b"
-LIBRARIES = ("torch", "triton", "flashinfer")
-LESS_IS_BETTER = (*LATENCIES, "joules_per_token")
 SAME = 1.02
 """Figures closer than this factor are not called worse."""
 PLOTS = {
@@ -74,9 +70,13 @@ class Row:
 def goodput_rows(task: Task) -> Iterator[Row]:
     """Goodputs beside the best peer setting's, by the newest search that bounds their ratio, else by given rates."""
     tried = sorted((task, *task.older), key=lambda one: bool(one.source.fields["settings"].get("rates")))
+    first = None
     for share in SHARES:
         rows = (_goodput_row(each, share) for each in tried if CLAIMED in each.own)
-        yield from itertools.islice(filter(None, rows), 1)
+        if row := next(filter(None, rows), None):
+            files = "…" if first and first.file == row.file else row.file
+            yield replace(row, what=f"… goodput_{100 * share:.0f}", file=files) if first else row
+            first = first or row
 
 
 def _goodput_row(task: Task, share: float) -> Row | None:
@@ -187,21 +187,13 @@ def start_rows(sources: Sequence[Source]) -> Iterator[Row]:
 def worse_rows(task: Task, gpu: str = "") -> Iterator[str]:
     """Figures of this engine that are worse than the best peer setting's at the same load, on a ``gpu`` if named."""
     own = task.own.get(CLAIMED) or next(iter(task.own.values()))
-    cells = ["–", "–", "–"]
-    if task.is_search and CLAIMED in task.own:
-        mine, peers = task.searched()
-        best = max(peers, key=lambda one: one.goodput.rate or 0.0)
-        here, there = mine.best_run, best.best_run
-        if here and there:
-            cells = [f"{mine.goodput.rate:.3g}/s, {best.goodput.rate:.3g}/s"]
-            cells += [f"{here[name]:,.0f} / {there[name]:,.0f}" for name in ("p99_ttft_ms", "median_ttft_ms")]
     rates = {None if run.get("all_at_once") else run["request_rate"] for run in own["runs"]}
     shared = [rate for rate in rates if any(runs_of(cell, rate) for cell in task.peers.values())]
     if not shared:
         return
     rate = max(shared, key=lambda one: math.inf if one is None else one)
     worse = dict[str, list[str]]()
-    for field in LESS_IS_BETTER:
+    for field in (*LATENCIES, "joules_per_token"):
         value, peer = figure_of(own, rate, field), best_of(task.peers, rate, field)
         if value is not None and peer is not None and value > SAME * peer[1] > 0:
             label, _, name = field.removesuffix("_ms").partition("_")
@@ -213,7 +205,7 @@ def worse_rows(task: Task, gpu: str = "") -> Iterator[str]:
         on_time = [figure_of(cell, rate, "slo_attainment") or 0.0 for cell in (own, *task.peers.values())]
         load += f" ({100 * on_time[0]:.0f} and {100 * max(on_time[1:]):.0f} % on time)"
     if worse:
-        yield f"| {gpu}{task.model}, {task.short} | {' | '.join(cells)} | {load}: {told} |"
+        yield f"| {gpu}{task.model}, {task.short} | {load}: {told} |"
 
 
 # ---- fleets ----
@@ -256,7 +248,7 @@ def simulated_rows(folder: Path) -> Iterator[str]:
             for name, scale, digits in (("slo_attainment", 100, 1), ("median_tpot_ms", 1, 1), ("p99_ttft_ms", 1, 0))
         )
         others = " / ".join(f"{100 * row['on_time'][policy]:.1f}" for policy in ("mixed", "split"))
-        model = "" if row["model"] == PLAIN_MODEL else f"{row['model']}, "
+        model = "" if row["model"] == "llama-3.1-8b" else f"{row['model']}, "
         name = f"{row['gpu'].upper()}: {model}{Path(row['workload'].rpartition(':')[2]).stem}"
         split = f"{100 * row['split_share']:.0f}"
         yield f"| {name}, {row['request_rate']:.3g}/s | {' | '.join(cells)} | {others} | {split} |"
@@ -272,18 +264,18 @@ INTRODUCTION = """# Measurements
 Written by `python -m bench.report` from `{folder}`.
 Machine: {device}, driver {driver}, {versions}. Weights are random, in the models' shapes.
 
-**How to read the ratios.** "Ratio" is this engine over vLLM: goodput should be high, times and energy low. vLLM takes
-512 tokens a step, all at once 8,192. 384, and 160 to 192 within 8 ms, served fewer (log). This engine
-runs `auto`, and its best all at once. Goodput is the highest rate at which 90 % of the requests (`goodput_99`: 99 %)
-meet both targets ("500/15 ms": of TTFT and TPOT), in runs of at least 120 s. "<": the lowest rate at which it failed;
-the ratio is then a bound. "Limit" is the time of the same kernels alone, on the same card under its power cap, or of
-the bytes at a copy's rate. Cards of one name differ by 4 %: only figures of one file, or of one card, compare.
-Figures are of their file's date: the engine has changed since.
+**How to read the ratios.** "Ratio" is this engine over vLLM, or the peer that is named: goodput should be high, times
+and energy low. vLLM takes 512 tokens a step, all at once 8,192. 384, 160 to 192 within 8 ms, and 2,048 for chats
+served fewer (log). This engine runs `auto`, and its best all at once. Goodput is the highest rate at which 90 % of the
+requests (`goodput_99`: 99 %) meet both targets ("500/15 ms": of TTFT and TPOT), in runs of at least 120 s. "<": the
+lowest rate at which it failed; the ratio is then a bound. "Limit" is the time of the same kernels alone, on the same
+card under its power cap, or of the bytes at a copy's rate. Cards of one name differ by 4 %: only figures of one file,
+or of one card, compare. Figures are of their file's date: the engine has changed since.
 
 ## Headline figures
 
 """
-TABLE = """| what | this engine | vLLM | ratio | limit | file |
+TABLE = """| what | this engine | peer | ratio | limit | file |
 | --- | ---: | ---: | ---: | ---: | --- |
 """
 OTHER_GPU = """
@@ -293,13 +285,13 @@ Files in `{folder}/`, driver {driver}.
 
 """
 WORSE = """
-## What is worse than vLLM
+## What is worse than the peer
 
 Near saturation a queue grows, and 10 % of the requests may miss: at its own, higher goodput this engine's tail of TTFT
-is longer. The last column has what is worse by more than 2 % at the highest load that both ran.
+is longer (above). Here is what is worse by more than 2 % at the highest load that both ran.
 
-| what | goodput here, there | p99 TTFT, ms | median TTFT, ms | worse at the same load |
-| --- | --- | ---: | ---: | --- |
+| what | worse at the same load |
+| --- | --- |
 """
 FLEETS = """
 ## Sharing each GPU, or dividing the fleet
@@ -339,8 +331,8 @@ def headlines(sources: Sequence[Source], tasks: Sequence[Task]) -> list[Row]:
 
 
 def _newest(sources: Sequence[Source]) -> dict[str, Any]:
-    """Provenance of the newest measurement."""
-    found = (p for source in sources for p in source.provenances)
+    """Provenance of the newest measurement; not of one beside SGLang, which has libraries of its own."""
+    found = (p for source in sources for p in source.provenances if not (p.get("versions") or {}).get("sglang"))
     return max(found, key=lambda p: str(p.get("date_utc") or ""), default={})
 
 
@@ -373,7 +365,7 @@ def make_report(sources: Sequence[Source], folder: str, pictures: str, simulatio
         folder=folder,
         device=newest.get("device_name", "unknown"),
         driver=newest.get("driver_version", "unknown"),
-        versions=", ".join(f"{name} {versions[name]}" for name in LIBRARIES if versions.get(name)),
+        versions=", ".join(f"{n} {versions[n]}" for n in ("torch", "triton", "flashinfer") if versions.get(n)),
     )
     lines = [
         head + TABLE + "\n".join(map(str, headlines(sources, tasks))),
@@ -428,7 +420,7 @@ def _draw_goodput(searches: Sequence[Task]) -> bytes:
                 tails.text(tail_ms, index + offset, f" {tail_ms:,.0f}", va="center", fontsize=8)
     axes.set_yticks(range(len(searches)), [f"{task.model}, {task.short}" for task in searches], fontsize=8)
     axes.invert_yaxis()
-    axes.set(xlim=(0, 1.25), xlabel="goodput ÷ the higher one (blue: here, red: vLLM's best setting)")
+    axes.set(xlim=(0, 1.25), xlabel="goodput ÷ the higher one (blue: here, red: the peer's best setting)")
     tails.set(xscale="log", xlabel="p99 TTFT at that rate, ms")
     tails.margins(x=0.2)
     return _save(figure)
@@ -446,7 +438,7 @@ def _draw_on_time(searches: Sequence[Task]) -> bytes:
             panel.axhline(share, color="#555555", linewidth=0.8, linestyle=":")
         panel.set_title(f"{task.model}\n{task.short}", fontsize=8)
         panel.set(ylim=(0, 1.05), xlabel="requests per second")
-    panels[0].set_ylabel("share on time (blue: here, red: vLLM)", fontsize=8)
+    panels[0].set_ylabel("share on time (blue: here, red: the peer)", fontsize=8)
     return _save(figure)
 
 

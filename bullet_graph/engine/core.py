@@ -59,7 +59,7 @@ class EngineCore:
         self._num_missing_graphs = executor.num_missing_graphs
         self._no_capture_before_s = 0.0
         # When the decode lane's last forward was launched, and when the next one may be if the plan sets an interval.
-        self._decode_due_s = 0.0
+        self._decode_start_s = 0.0
         self._wake_s: float | None = None
         self._num_steps = 0
         self._prediction = 0.0, 0.0
@@ -216,7 +216,7 @@ class EngineCore:
         plan = self.planner.plan(load)
         if self.trace is not None:
             self.trace.decided(load, plan)
-        if plan.interval_ms and (next_s := self._decode_due_s + plan.interval_ms / 1e3) > load.now_s:
+        if plan.interval_ms and (next_s := self._decode_start_s + plan.interval_ms / 1e3) > load.now_s:
             self._wake_s = next_s
             return plan, False
         launched = False
@@ -286,7 +286,7 @@ class EngineCore:
         if scheduled.scored:
             predicted_ms = None  # made for chunks of which one row has logits
         if lane == "decode":
-            self._decode_due_s = now
+            self._decode_start_s = now
         ticket = self.executor.launch(scheduled.step, placement)
         self.in_flight.launching = None
         launch = Launch(ticket, scheduled, placement, plan.policy, predicted_ms, bool(self.in_flight[other_lane(lane)]))

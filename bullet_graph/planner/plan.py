@@ -116,7 +116,7 @@ class Plan:
         chunk_tokens: most prompt rows of the next chunk; 0 starts none.
         decode_ms, slice_ms: predicted device times of the decode lane's next forward and of the next slice; None
             without a prediction.
-        interval_ms: least time since the decode lane's last launch was due, to save energy; 0 for none.
+        interval_ms: least time from the decode lane's last launch to this one, to save energy; 0 for none.
         least_rows: rows to which decode rows alone are padded, to save energy.
         options: those weighed; empty if there was no choice.
     """

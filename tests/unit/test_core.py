@@ -292,20 +292,20 @@ def test_a_chunk_cut_short_says_nothing_of_the_prediction(prompt_tokens: int, is
     assert planner.observed == [("mixed", "slice", 7.0)] * is_whole + [("mixed", "step", 3.0)]
 
 
-@pytest.mark.parametrize(("lone_rows", "late_s"), [(1, 0.0), (2, 0.0), (1, 5e-4)])  # woken late, steps begin as often
-def test_unhurried_until_a_prompt_comes(lone_rows: int, late_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("lone_rows", [1, 2])
+def test_decode_alone_is_unhurried_until_a_prompt_comes(lone_rows: int) -> None:
     slo = Slo(ttft_ms=500, tpot_ms=100)
 
     def launch_times(*requests: Arrival) -> list[float]:
         executor, planner = CheckedExecutor(), planner_of(lone_rows=lone_rows)
-        monkeypatch.setattr(executor, "sleep_until", lambda s: CheckedExecutor.sleep_until(executor, s + late_s))
         CoreLoop(planner, executor=executor).run(arrivals=requests)
-        assert {one.placement.least_rows for one in executor.launches if one.step.prefill is None} == {lone_rows}
+        decoding = [launch for launch in executor.launches if launch.step.prefill is None]
+        assert {launch.placement.least_rows for launch in decoding} == {lone_rows}
         # Of the corrections, none has to learn of the padding.
         assert planner.corrections["solo", "step"] == pytest.approx(1.0, abs=0.02)
         return [launch.time_s for launch in executor.launches]
 
-    first: Arrival = (1.0, 10, 20, slo)
+    first: Arrival = (0.0, 10, 20, slo)
     times = launch_times(first)
     step_s = MODEL.decode(1, 20).ms / 1e3
     gaps = [later - earlier for earlier, later in pairwise(times)]
@@ -314,7 +314,7 @@ def test_unhurried_until_a_prompt_comes(lone_rows: int, late_s: float, monkeypat
     in_a_pause_s = times[10] - 0.1 * step_s
     both = launch_times(first, (in_a_pause_s, 100, 1, slo))
     assert both[:10] == times[:10]
-    assert both[10] == pytest.approx(in_a_pause_s + late_s, abs=1e-4)
+    assert both[10] == pytest.approx(in_a_pause_s, abs=1e-4)
 
 
 def test_a_planner_that_launches_nothing_is_an_error_not_an_endless_loop() -> None:

@@ -36,7 +36,7 @@ class TestWithoutChoice:
             (200.0, None, "a multiple of the step's time"),
             (15.0, None, "a share of the target"),
             (15.0, 13.0, "a share of the budget"),
-            (15.0, 8.0, "none"),
+            (15.0, 8.5, "none"),
             (200.0, -5.0, "none"),
             (math.inf, None, "none"),
         ],
