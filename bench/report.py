@@ -51,17 +51,19 @@ STARTS = {
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A headline figure; ``ratio`` is over the peer's, ``limit`` a text with the figure's ratio to it."""
+    """A headline figure; ``ratio`` is over the peer's, ``worse`` what is worse here, ``limit`` has the ratio to it."""
 
     what: str
     here: str
     peer: str = "–"
     ratio: str = "–"
+    worse: str = "–"
     limit: str = "–"
     file: str = ""
 
     def __str__(self) -> str:
-        return f"| {self.what} | {self.here} | {self.peer} | {self.ratio} | {self.limit} | `{self.file}` |"
+        cells = (self.what, self.here, self.peer, self.ratio, self.worse, self.limit, f"`{self.file}`")
+        return f"| {' | '.join(cells)} |"
 
 
 # ---- comparisons ----
@@ -112,7 +114,8 @@ def load_rows(task: Task, sources: Sequence[Source]) -> Iterator[Row]:
         ratio += f", {joules[0][1] / joules[1][1]:.2f}×"
     setting = own[0].removeprefix(OWN).strip()
     name = f"{task.short.partition(',')[0]}, {task.num_prompts} at once, {task.model} ({setting})"
-    yield Row(name, *sides, ratio, "–" if limit is None else f"{limit:.2f} s ({own[1] / limit:.3f}×)", task.file)
+    limited = "–" if limit is None else f"{limit:.2f} s ({own[1] / limit:.3f}×)"
+    yield Row(name, *sides, ratio, limit=limited, file=task.file)
 
 
 # ---- limits ----
@@ -181,16 +184,13 @@ def start_rows(sources: Sequence[Source]) -> Iterator[Row]:
                     yield Row(f"start, {one['model']}, {text}", f"{seconds:.1f} s", file=source.name)
 
 
-# ---- what is worse ----
-
-
-def worse_rows(task: Task, gpu: str = "") -> Iterator[str]:
-    """Figures of this engine that are worse than the best peer setting's at the same load, on a ``gpu`` if named."""
+def worse_text(task: Task) -> str:
+    """Figures of this engine that are worse than the best peer setting's at the same load; empty if none is."""
     own = task.own.get(CLAIMED) or next(iter(task.own.values()))
     rates = {None if run.get("all_at_once") else run["request_rate"] for run in own["runs"]}
     shared = [rate for rate in rates if any(runs_of(cell, rate) for cell in task.peers.values())]
     if not shared:
-        return
+        return ""
     rate = max(shared, key=lambda one: math.inf if one is None else one)
     worse = dict[str, list[str]]()
     for field in (*LATENCIES, "joules_per_token"):
@@ -204,8 +204,16 @@ def worse_rows(task: Task, gpu: str = "") -> Iterator[str]:
     if rate is not None:
         on_time = [figure_of(cell, rate, "slo_attainment") or 0.0 for cell in (own, *task.peers.values())]
         load += f" ({100 * on_time[0]:.0f} and {100 * max(on_time[1:]):.0f} % on time)"
-    if worse:
-        yield f"| {gpu}{task.model}, {task.short} | {load}: {told} |"
+    return f"{load}: {told}" if worse else ""
+
+
+def task_rows(task: Task, sources: Sequence[Source]) -> list[Row]:
+    """All rows of a comparison; the first has what is worse, be it the only thing to say."""
+    rows = list(goodput_rows(task) if task.is_search else load_rows(task, sources))
+    if worse := worse_text(task):
+        first, *others = rows or [Row(f"{task.model}, {task.short}", "–", file=task.file)]
+        rows = [replace(first, worse=worse), *others]
+    return rows
 
 
 # ---- fleets ----
@@ -268,30 +276,23 @@ Machine: {device}, driver {driver}, {versions}. Weights are random, in the model
 and energy low. vLLM takes 512 tokens a step, all at once 8,192. 384, 160 to 192 within 8 ms, and 2,048 for chats
 served fewer (log). This engine runs `auto`, and its best all at once. Goodput is the highest rate at which 90 % of the
 requests (`goodput_99`: 99 %) meet both targets ("500/15 ms": of TTFT and TPOT), in runs of at least 120 s. "<": the
-lowest rate at which it failed; the ratio is then a bound. "Limit" is the time of the same kernels alone, on the same
-card under its power cap, or of the bytes at a copy's rate. Cards of one name differ by 4 %: only figures of one file,
-or of one card, compare. Figures are of their file's date: the engine has changed since.
+lowest rate at which it failed; the ratio is then a bound. "Worse here" has what is worse by more than 2 % at the
+highest load that both ran. Near saturation a queue grows, and 10 % of the requests may miss: at its own, higher
+goodput this engine has the longer tail of TTFT. "Limit" is the time of the same kernels alone, on the same card under
+its power cap, or of the bytes at a copy's rate. Cards of one name differ by 4 %: only figures of one file, or of one
+card, compare. Figures are of their file's date: the engine has changed since.
 
 ## Headline figures
 
 """
-TABLE = """| what | this engine | peer | ratio | limit | file |
-| --- | ---: | ---: | ---: | ---: | --- |
+TABLE = """| what | this engine | peer | ratio | worse here | limit | file |
+| --- | ---: | ---: | ---: | --- | ---: | --- |
 """
 OTHER_GPU = """
 ## {device}
 
 Files in `{folder}/`, driver {driver}.
 
-"""
-WORSE = """
-## What is worse than the peer
-
-Near saturation a queue grows, and 10 % of the requests may miss: at its own, higher goodput this engine's tail of TTFT
-is longer (above). Here is what is worse by more than 2 % at the highest load that both ran.
-
-| what | worse at the same load |
-| --- | --- |
 """
 FLEETS = """
 ## Sharing each GPU, or dividing the fleet
@@ -324,8 +325,7 @@ def headlines(sources: Sequence[Source], tasks: Sequence[Task]) -> list[Row]:
     """The rows of the first table; ``tasks`` are those of the sources."""
     return [
         *decode_rows(sources),
-        *(row for task in tasks if not task.is_search for row in load_rows(task, sources)),
-        *(row for task in tasks if task.is_search for row in goodput_rows(task)),
+        *(row for task in sorted(tasks, key=lambda one: one.is_search) for row in task_rows(task, sources)),
         *start_rows(sources),
     ]
 
@@ -336,8 +336,8 @@ def _newest(sources: Sequence[Source]) -> dict[str, Any]:
     return max(found, key=lambda p: str(p.get("date_utc") or ""), default={})
 
 
-def other_gpus(results: Path, own: str) -> Iterator[tuple[str, list[str]]]:
-    """For each folder of another GPU its section, and rows of what is worse; CPUs and simulations are none."""
+def other_gpus(results: Path, own: str) -> Iterator[str]:
+    """A section for each folder of another GPU; CPUs and simulations are none."""
     for folder in sorted(f for f in results.iterdir() if f.is_dir()):
         if folder.name in ("cpu", "simulated", Path(own).name):
             continue
@@ -346,9 +346,7 @@ def other_gpus(results: Path, own: str) -> Iterator[tuple[str, list[str]]]:
         if newest.get("device_uuid"):
             driver = newest.get("driver_version", "unknown")
             head = OTHER_GPU.format(device=newest["device_name"], driver=driver, folder=folder.name)
-            tasks, gpu = tasks_of(sources), f"{folder.name.upper()}: "
-            worse = [line for task in tasks for line in worse_rows(task, gpu)]
-            yield head + TABLE + "\n".join(map(str, headlines(sources, tasks))), worse
+            yield head + TABLE + "\n".join(map(str, headlines(sources, tasks_of(sources))))
 
 
 def make_report(sources: Sequence[Source], folder: str, pictures: str, simulations: Path) -> str:
@@ -358,8 +356,6 @@ def make_report(sources: Sequence[Source], folder: str, pictures: str, simulatio
     """
     newest = _newest(sources)
     versions = newest.get("versions") or {}
-    tasks, others = tasks_of(sources), list(other_gpus(simulations.parent, folder))
-    worse = [*(line for task in tasks for line in worse_rows(task)), *(line for _, lines in others for line in lines)]
     simulated, fleets = "\n".join(simulated_rows(simulations)), "\n".join(fleet_rows(simulations))
     head = INTRODUCTION.format(
         folder=folder,
@@ -368,11 +364,10 @@ def make_report(sources: Sequence[Source], folder: str, pictures: str, simulatio
         versions=", ".join(f"{n} {versions[n]}" for n in ("torch", "triton", "flashinfer") if versions.get(n)),
     )
     lines = [
-        head + TABLE + "\n".join(map(str, headlines(sources, tasks))),
+        head + TABLE + "\n".join(map(str, headlines(sources, tasks_of(sources)))),
         "",
         *(f"![{text}]({pictures}/{name})" for name, text in PLOTS.items()),
-        WORSE + "\n".join(worse),
-        *(section for section, _ in others),
+        *other_gpus(simulations.parent, folder),
         splitting.SECTION.format(path=f"{pictures}/{splitting.PLOT}"),
         *(head + rows for head, rows in ((SIMULATED, simulated), (FLEETS, fleets)) if rows),
         FILES + ", ".join(f"`{source.name}`" for source in sources if not source.has_command),
