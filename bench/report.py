@@ -208,11 +208,12 @@ def worse_text(task: Task) -> str:
 
 
 def task_rows(task: Task, sources: Sequence[Source]) -> list[Row]:
-    """All rows of a comparison; the first has what is worse, be it the only thing to say."""
+    """All rows of a comparison; the first has what is worse in the newest, be it the only thing to say."""
     rows = list(goodput_rows(task) if task.is_search else load_rows(task, sources))
     if worse := worse_text(task):
         first, *others = rows or [Row(f"{task.model}, {task.short}", "–", file=task.file)]
-        rows = [replace(first, worse=worse), *others]
+        file = "" if first.file == task.file else f" (`{task.file}`)"
+        rows = [replace(first, worse=worse + file), *others]
     return rows
 
 
