@@ -7,7 +7,6 @@ No figure is typed by hand. A figure that no file has is left out.
 """
 
 import io
-import json
 import math
 import sys
 from collections.abc import Iterator, Sequence
@@ -23,12 +22,9 @@ from matplotlib.figure import Figure
 from bench import splitting
 from bench.evidence import CLAIMED, OWN, Source, Task, best_of, dicts, figure_of, read_results, runs_of, tasks_of
 from bench.record import Refusal
-from bullet_graph.cli.bench.startup import StartRun, phase_names
-from bullet_graph.cli.plots import draw_starts
 from bullet_graph.cli.tables import goodput_text
 from bullet_graph.errors import BulletGraphError, ConfigError
 from bullet_graph.perf.goodput_search import LEAST_SECONDS, SHARES, Goodput
-from bullet_graph.perf.start_report import StartPhase
 from bullet_graph.workloads import load_workload
 
 BENCH = Path(__file__).resolve().parent
@@ -36,11 +32,7 @@ BARE_WAY = "in turn, with passes"
 LATENCIES = tuple(f"{label}_{name}_ms" for name in ("ttft", "tpot", "itl") for label in ("median", "p90", "p99"))
 SAME = 1.02
 """Figures closer than this factor are not called worse."""
-PLOTS = {
-    "goodput.svg": "Goodput and p99 TTFT by workload",
-    "on_time.svg": "Share of requests on time by rate",
-    "startup.svg": "Time of a start by phase",
-}
+PLOTS = {"goodput.svg": "Goodput and p99 TTFT by workload", "on_time.svg": "Share of requests on time by rate"}
 STARTS = {
     "cold": "nothing cached",
     "warm": "libraries' caches filled",
@@ -179,8 +171,7 @@ def start_rows(sources: Sequence[Source]) -> Iterator[Row]:
     for source in sources:
         for kind, text in STARTS.items():
             for one in source.entries:
-                seconds = one.get(f"avg_{kind}_startup_time")
-                if seconds is not None:
+                if (seconds := one.get(f"avg_{kind}_startup_time")) is not None:
                     yield Row(f"start, {one['model']}, {text}", f"{seconds:.1f} s", file=source.name)
 
 
@@ -212,43 +203,58 @@ def task_rows(task: Task, sources: Sequence[Source]) -> list[Row]:
     rows = list(goodput_rows(task) if task.is_search else load_rows(task, sources))
     if worse := worse_text(task):
         first, *others = rows or [Row(f"{task.model}, {task.short}", "–", file=task.file)]
-        file = "" if first.file == task.file else f" (`{task.file}`)"
-        rows = [replace(first, worse=worse + file), *others]
+        worse += "" if first.file == task.file else f" (`{task.file}`)"
+        rows = [replace(first, worse=worse), *others]
     return rows
 
 
-# ---- fleets ----
+# ---- simulations ----
 
 
-def fleet_rows(folder: Path) -> Iterator[str]:
+def named(simulation: dict[str, Any]) -> str:
+    """A simulation's trace and targets, such as ``conv, 500/15``."""
+    targets = (part.partition(":")[2].removesuffix("ms") for part in simulation["slo"].split())
+    return f"{simulation['trace'].partition(':')[2]}, {'/'.join(targets)}"
+
+
+def simulated_goodput(found: dict[str, Any], name: str, base: float = 1.0, form: str = ".3g") -> str:
+    """Over ``base``; ``name`` is ``goodput_90`` or ``goodput_99``."""
+    bounds = (found[key] and found[key] / base for key in (name, f"{name}_below"))
+    return goodput_text(Goodput(*bounds), 0.05, form)
+
+
+def policy_rows(simulations: Sequence[Source]) -> Iterator[str]:
+    """Simulated goodputs of each policy by trace and targets (``bullet-graph simulate --sweep``)."""
+    for source in simulations:
+        if source.name.startswith("ablation_"):
+            names, found = ("goodput_90", "goodput_99"), source.fields["policies"].values()
+            texts = (" / ".join(simulated_goodput(one, name) for name in names) for one in found)
+            yield f"| {named(source.fields)} | {' | '.join(texts)} |"
+
+
+def fleet_rows(simulations: Sequence[Source]) -> Iterator[str]:
     """Simulated goodputs per GPU by trace, targets and size of the fleet: shared, and divided at each bandwidth."""
-    rows: dict[tuple[str, str, int, str], dict[float, dict[str, Any]]] = {}
-    for source in read_results(folder) if folder.is_dir() else ():
+    rows: dict[tuple[str, int, str], dict[float, dict[str, Any]]] = {}
+    for source in simulations:
         for one in dicts(source.fields.get("systems")) if source.name.startswith("fleet_") else ():
             short = "\\*" if (source.fields["arrival_seconds"] or 0) < LEAST_SECONDS else ""
-            targets = "/".join(part.partition(":")[2].removesuffix("ms") for part in source.fields["slo"].split())
-            key = source.fields["trace"].partition(":")[2], targets, one["machines"], short
+            key = named(source.fields), one["machines"], short
             rows.setdefault(key, {})[one["gb_per_s"] or 0.0] = one
-
-    def goodput(one: dict[str, Any], base: float, form: str) -> str:
-        found = (one[name] and one[name] / base for name in ("goodput_90", "goodput_90_below"))
-        return goodput_text(Goodput(*found), 0.05, form)
-
-    for (trace, slo, machines, mark), systems in sorted(rows.items()):
+    for (name, machines, mark), systems in sorted(rows.items()):
         shared = systems.pop(0.0)
-        rate, texts, shown = shared["goodput_90"], [], goodput(shared, 1.0, ".3g")
+        rate, texts, shown = shared["goodput_90"], [], simulated_goodput(shared, "goodput_90")
         # Where the shared goodput is only bounded, a least ratio takes its upper bound.
         base = shared["goodput_90_below"] if shown.startswith("≥") else rate
         for gb_per_s, one in sorted(systems.items()):
             bold = "**" if (one["goodput_90"] or 0.0) < rate else ""
-            texts.append(f"{gb_per_s:g}: {bold}{goodput(one, base, '.2f')}×{bold} ({one['prefill_machines'] or '–'})")
-        yield f"| {trace}, {slo} | {machines:,}{mark} | {shown}/s | {', '.join(texts)} |"
+            ratio = simulated_goodput(one, "goodput_90", base, ".2f")
+            texts.append(f"{gb_per_s:g}: {bold}{ratio}×{bold} ({one['prefill_machines'] or '–'})")
+        yield f"| {name} | {machines:,}{mark} | {shown}/s | {', '.join(texts)} |"
 
 
-def simulated_rows(folder: Path) -> Iterator[str]:
+def simulated_rows(simulations: Sequence[Source]) -> Iterator[str]:
     """Each fastest stable run, measured and simulated (``bench.simulator_error``); then how far all of them differ."""
-    path = folder / "error.json"
-    found = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {"rows": ()}
+    found = next((source.fields for source in simulations if source.name == "error.json"), {"rows": ()})
     stable = sorted((row for row in found["rows"] if row["stable"]), key=lambda row: float(row["request_rate"]))
     for row in {tuple(row[key] for key in ("gpu", "model", "workload", "slo")): row for row in stable}.values():
         ways = row["measured"], row["simulated"]
@@ -305,6 +311,16 @@ sharing wins. \\*: < 120 s of arrivals.
 | trace, TTFT/TPOT in ms | GPUs | shared | divided ÷ shared |
 | --- | ---: | ---: | --- |
 """
+ABLATION = """
+## What each part of the planner brings
+
+Simulated goodput_90 / goodput_99 in requests/s (`bullet-graph simulate --sweep`, H200, llama-3.1-8b). `mixed:512` has
+chunks of one size, as the peers; `mixed` sizes them by targets and measured times. `auto` may also split, and lets
+decode steps wait to save energy: near saturation that costs up to a point on time.
+
+| trace, TTFT/TPOT in ms | `serial` | `mixed:512` | `mixed` | `split` | `auto` |
+| --- | ---: | ---: | ---: | ---: | ---: |
+"""
 SIMULATED = """
 ## Simulated beside measured
 
@@ -357,7 +373,8 @@ def make_report(sources: Sequence[Source], folder: str, pictures: str, simulatio
     """
     newest = _newest(sources)
     versions = newest.get("versions") or {}
-    simulated, fleets = "\n".join(simulated_rows(simulations)), "\n".join(fleet_rows(simulations))
+    simulated = read_results(simulations) if simulations.is_dir() else ()
+    sections = {ABLATION: policy_rows, SIMULATED: simulated_rows, FLEETS: fleet_rows}
     head = INTRODUCTION.format(
         folder=folder,
         device=newest.get("device_name", "unknown"),
@@ -370,7 +387,7 @@ def make_report(sources: Sequence[Source], folder: str, pictures: str, simulatio
         *(f"![{text}]({pictures}/{name})" for name, text in PLOTS.items()),
         *other_gpus(simulations.parent, folder),
         splitting.SECTION.format(path=f"{pictures}/{splitting.PLOT}"),
-        *(head + rows for head, rows in ((SIMULATED, simulated), (FLEETS, fleets)) if rows),
+        *(title + rows for title, of in sections.items() if (rows := "\n".join(of(simulated)))),
         FILES + ", ".join(f"`{source.name}`" for source in sources if not source.has_command),
     ]
     return "\n".join(lines) + "\n"
@@ -387,7 +404,6 @@ def draw(sources: Sequence[Source]) -> dict[str, bytes]:
     return {
         "goodput.svg": _draw_goodput(searches),
         "on_time.svg": _draw_on_time([task for task in searches if task.model == searches[0].model]),
-        "startup.svg": _draw_starts(sources),
         splitting.PLOT: _save(splitting.draw_splitting()),
     }
 
@@ -436,18 +452,6 @@ def _draw_on_time(searches: Sequence[Task]) -> bytes:
         panel.set(ylim=(0, 1.05), xlabel="requests per second")
     panels[0].set_ylabel("share on time (blue: here, red: the peer)", fontsize=8)
     return _save(figure)
-
-
-def _draw_starts(sources: Sequence[Source]) -> bytes:
-    """The first start of each kind."""
-    kinds = [(one, kind) for s in sources for one in s.entries for kind in STARTS if one.get(f"{kind}_runs")]
-    runs: dict[str, StartRun] = {}
-    for one, kind in kinds:
-        run = one[f"{kind}_runs"][0]
-        phases = tuple(StartPhase(**phase) for phase in run["phases"])
-        runs[f"{one['model']}, {STARTS[kind].replace('`', '')}"] = StartRun(**run | {"phases": phases})
-    names = phase_names({kind: (run,) for kind, run in runs.items()})
-    return draw_starts("svg", runs, names, title="Starts") if runs else b""
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})

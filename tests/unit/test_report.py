@@ -68,11 +68,7 @@ def results(tmp_path: Path) -> Path:
         {"part": "azure:conv=600", "name": "another way", "repeats": 1e4, "seconds": 1.0},
     ]
     (folder / "bare.json").write_text(json.dumps({"rows": rows, "provenance": PROVENANCE}))
-    phases: Any = [{"name": name, "start_s": 0.0, "end_s": 1.5} for name in ("imports", "kernels")]
-    run = {"startup_s": 6.47, "first_token_s": 6.5, "phases": phases, "capture": None, "num_missing_graphs": 0}
-    run |= {"compiles": {}, "cache_use": {}}
-    start = {"model": "llama-3.1-8b", "argv": ["bullet-graph", "bench", "startup"], "provenance": PROVENANCE}
-    (folder / "startup.json").write_text(json.dumps(start | {"cached_runs": [run], "avg_cached_startup_time": 6.47}))
+    (folder / "startup.json").write_text(json.dumps(entry | {"avg_cached_startup_time": 6.47}))
     (folder / "notes.json").write_text('{"what": "something else"}')
     return folder
 
@@ -82,9 +78,12 @@ def report(*arguments: str | Path) -> Result:
 
 
 def test_figures_ratios_and_limits(results: Path, tmp_path: Path) -> None:
-    output = tmp_path / "REPORT.md"
-    assert report("--results", results, "--output", output).exit_code == 0
-    text = output.read_text(encoding="utf-8")
+    bounds = {"goodput_90": 20.0, "goodput_90_below": 24.0, "goodput_99": None, "goodput_99_below": 1.25}
+    (tmp_path / "simulated").mkdir()
+    simulation = {"trace": "synthetic:conv", "slo": SLO, "policies": {"mixed": bounds, "auto": bounds}}
+    (tmp_path / "simulated" / "ablation_conv.json").write_text(json.dumps(simulation))
+    assert report("--results", results, "--output", tmp_path / "REPORT.md").exit_code == 0
+    text = (tmp_path / "REPORT.md").read_text(encoding="utf-8")
     # 15 GB at 5 TB/s; kernels alone where they were measured on the card.
     assert "| decode step, llama-3.1-8b, batch 1, context 1,000 | 4.00 ms | – | – | – | 3.00 ms, bytes at" in text
     assert "| 7.00 ms | – | – | – | 6.60 ms, kernels alone (1.061×) |" in text
@@ -96,9 +95,10 @@ def test_figures_ratios_and_limits(results: Path, tmp_path: Path) -> None:
     worse = "20/s (100 and 95 % on time): TTFT p99 4.00×"
     assert f"| {searched} | {sides} | ≥ 1.20× | {worse} | – | `peers_conv.json` |" in text
     assert "| start, llama-3.1-8b, from a capture cache | 6.5 s |" in text
+    assert "| conv, 500/15 | ≥ 20 / < 1.25 | ≥ 20 / < 1.25 |" in text
     assert text.endswith("`bare.json`, `notes.json`, `peers_conv.json`, `peers_offline.json`\n")
     pictures = sorted(path.name for path in (tmp_path / "report").iterdir())
-    assert pictures == ["goodput.svg", "on_time.svg", "splitting.svg", "startup.svg"]
+    assert pictures == ["goodput.svg", "on_time.svg", "splitting.svg"]
     assert all(f"](report/{name})" in text for name in pictures)
     # Goodput, which is open above for this engine, and the tail there.
     chart = (tmp_path / "report" / "goodput.svg").read_text(encoding="utf-8")
