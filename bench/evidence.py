@@ -154,7 +154,7 @@ class Task:
 
     @property
     def peer(self) -> str:
-        """Its name."""
+        """The peer's name."""
         kind = next(iter(self.peers)).split()[0]
         return {"vllm": "vLLM", "sglang": "SGLang"}.get(kind, kind)
 

@@ -218,7 +218,7 @@ def named(simulation: dict[str, Any]) -> str:
 
 
 def simulated_goodput(found: dict[str, Any], name: str, base: float = 1.0, form: str = ".3g") -> str:
-    """Over ``base``; ``name`` is ``goodput_90`` or ``goodput_99``."""
+    """A goodput over ``base``; ``name`` is ``goodput_90`` or ``goodput_99``."""
     bounds = (found[key] and found[key] / base for key in (name, f"{name}_below"))
     return goodput_text(Goodput(*bounds), 0.05, form)
 
@@ -280,14 +280,14 @@ Written by `python -m bench.report` from `{folder}`.
 Machine: {device}, driver {driver}, {versions}. Weights are random, in the models' shapes.
 
 **How to read the ratios.** "Ratio" is this engine over vLLM, or the peer that is named: goodput should be high, times
-and energy low. vLLM takes 512 tokens a step, all at once 8,192. 384, 160 to 192 within 8 ms, and 2,048 for chats
-served fewer (log). This engine runs `auto`, and its best all at once. Goodput is the highest rate at which 90 % of the
-requests (`goodput_99`: 99 %) meet both targets ("500/15 ms": of TTFT and TPOT), in runs of at least 120 s. "<": the
-lowest rate at which it failed; the ratio is then a bound. "Worse here" has what is worse by more than 2 % at the
-highest load that both ran. Near saturation a queue grows, and 10 % of the requests may miss: at its own, higher
-goodput this engine has the longer tail of TTFT. "Limit" is the time of the same kernels alone, on the same card under
-its power cap, or of the bytes at a copy's rate. Cards of one name differ by 4 %: only figures of one file, or of one
-card, compare. Figures are of their file's date: the engine has changed since.
+and energy low. vLLM takes 512 tokens a step, all at once 8,192. It served fewer with 384, with 160 to 192 within 8 ms,
+and with 2,048 on chats (log). This engine runs `auto`, and its best all at once. Goodput is the highest rate at which
+90 % of the requests (`goodput_99`: 99 %) meet both targets ("500/15 ms": of TTFT and TPOT), in runs of at least 120 s.
+"<": the lowest rate at which it failed; the ratio is then a bound. "Worse here" has what is worse by more than 2 % at
+the highest load that both ran. At its own, higher goodput this engine has the longer tail of TTFT: there a queue
+grows, and 10 % of the requests may miss. "Limit" is the time of the same kernels alone, on the same card under its
+power cap, or of the bytes at a copy's rate. Cards of one name differ by 4 %: only figures of one file, or of one card,
+compare. Figures are of their file's date: the engine has changed since.
 
 ## Headline figures
 

@@ -299,8 +299,7 @@ def test_decode_alone_is_unhurried_until_a_prompt_comes(lone_rows: int) -> None:
     def launch_times(*requests: Arrival) -> list[float]:
         executor, planner = CheckedExecutor(), planner_of(lone_rows=lone_rows)
         CoreLoop(planner, executor=executor).run(arrivals=requests)
-        decoding = [launch for launch in executor.launches if launch.step.prefill is None]
-        assert {launch.placement.least_rows for launch in decoding} == {lone_rows}
+        assert {one.placement.least_rows for one in executor.launches if one.step.prefill is None} == {lone_rows}
         # Of the corrections, none has to learn of the padding.
         assert planner.corrections["solo", "step"] == pytest.approx(1.0, abs=0.02)
         return [launch.time_s for launch in executor.launches]
