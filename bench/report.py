@@ -62,23 +62,23 @@ class Row:
 
 
 def goodput_rows(task: Task) -> Iterator[Row]:
-    """Goodputs beside the best peer setting's, by the newest search that bounds their ratio, else by given rates."""
-    tried = sorted((task, *task.older), key=lambda one: bool(one.source.fields["settings"].get("rates")))
+    """Goodputs beside the best peer setting's, by the newest search that bounds their ratio, else by single runs."""
+    settings = [(one.source.fields["settings"], one) for one in (task, *task.older) if CLAIMED in one.own]
+    tried = sorted(settings, key=lambda each: (each[0].get("max_runs") == 1, bool(each[0].get("rates"))))
     first = None
     for share in SHARES:
-        rows = (_goodput_row(each, share) for each in tried if CLAIMED in each.own)
-        if row := next(filter(None, rows), None):
+        if row := next(filter(None, (_goodput_row(each, share) for _, each in tried)), None):
             files = "…" if first and first.file == row.file else row.file
             yield replace(row, what=f"… goodput_{100 * share:.0f}", file=files) if first else row
             first = first or row
 
 
 def _goodput_row(task: Task, share: float) -> Row | None:
-    """None: the peer's search has not ended or had one run, or this engine has no goodput, as after short runs."""
+    """None: no rate is too high for the peer, or this engine has no goodput, as after short runs."""
     own, peers = task.searched(share)
     best = max(peers, key=lambda one: one.goodput.rate or 0.0)
     here, there, ceiling = own.goodput.rate, best.goodput.rate, max(one.goodput.below or math.inf for one in peers)
-    if here is None or not own.sustained or ceiling == math.inf or task.source.fields["settings"].get("max_runs") == 1:
+    if here is None or not own.sustained or ceiling == math.inf:
         return None
     ratio, shown = f"> {here / ceiling:.2f}×", f"< {ceiling:.3g}/s"
     if there is not None:

@@ -120,7 +120,7 @@ def test_which_runs_are_compared(results: Path, tmp_path: Path) -> None:
     assert "SGLang | ≥ 25/s, p99 TTFT 10 ms | 18/s, p99 TTFT 10 ms | ≥ 1.39× | – | – | `peers_conv.json`, `o" in text
     sides, worse = "≥ 25/s, p99 TTFT 10 ms | 20/s, p99 TTFT 10 ms", "6/s (100 and 50 % on time): ITL p90 3.00×"
     assert f"| {sides} | ≥ 1.25× | {worse} (`one_run.json`) | – | `peers_conv.json`, `own_faster.json` |" in text
-    assert f"| lone, conv, 500/15 ms | – | – | – | {worse} | – | `lone.json` |" in text
+    assert f"lone, conv, 500/15 ms | ≥ 6/s, p99 TTFT 10 ms | < 6/s | > 1.00× | {worse} | – | `lone.json` |" in text
     assert "tiny, conv, 500/15 ms | ≥ 5/s, p99 TTFT 10 ms | < 4/s | > 1.25× | – | – | `apart.json` |" in text
 
 
