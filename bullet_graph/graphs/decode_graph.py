@@ -6,6 +6,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.cuda import Event
 
 from bullet_graph.errors import ConfigError
 from bullet_graph.graphs.compiled import PartCompiler, TritonNormOps, compile_now, compiled_functions
@@ -135,7 +136,9 @@ class DecodeGraphs:
         torch.cuda.current_stream().wait_stream(stream)
         self._captured[key, shared is not None] = graph, token_ids
 
-    def run(self, inputs: DecodeInputs, partition: SmPartition = WHOLE_GPU, least_rows: int = 1) -> Tensor:
+    def run(
+        self, inputs: DecodeInputs, partition: SmPartition = WHOLE_GPU, least_rows: int = 1, start: Event | None = None
+    ) -> Tensor:
         """Enqueue a decode step on the current stream, padded to ``least_rows`` if there is a graph of that size.
 
         Returns [n] int32 sampled tokens, valid until the next step runs; their logits are in :meth:`logits`.
@@ -150,6 +153,8 @@ class DecodeGraphs:
             shared = self._attention.shared_blocks(padded.kv_indptr, padded.kv_indices)
         self._prepare(padded, partition, shared)
         graph, token_ids = self._captured[key, shared is not None]
+        if start is not None:  # not earlier: on an idle GPU, the step's time would count the host's work
+            start.record()
         graph.replay()
         return token_ids[:rows]
 

@@ -97,7 +97,7 @@ class Planner:
             if decode is None or predictor is None:
                 return Plan("solo", decode=decode is not None)
             ms = predictor.decode_ms(decode.batch_size, decode.kv_tokens)
-            interval_ms = self._unhurried_ms(decode, ms) if self.policy.name == "auto" else 0.0
+            interval_ms = _unhurried_ms(decode, ms, predictor) if self.policy.name == "auto" else 0.0
             least_rows = 1
             if decode.batch_size < self._lone_rows:
                 padded_ms = predictor.decode_ms(self._lone_rows, decode.kv_tokens)
@@ -148,12 +148,6 @@ class Planner:
         ms = backlog.alone_ms(tokens, policy)
         self._note(tokens, ms)
         return ms
-
-    def _unhurried_ms(self, decode: DecodeLoad, step_ms: float) -> float:
-        """The interval between steps of decode alone that targets allow, or 0 if a step lasts as long."""
-        # More sequences share slower steps, and so the energy of reading the weights. One alone waits for others.
-        allowed_ms = TUNING.unhurried_share * min(decode.budget_ms, decode.target_ms)
-        return min(allowed_ms, TUNING.unhurried_ratio * step_ms) if step_ms < allowed_ms < math.inf else 0.0
 
     # ---- the best of several options ----
 
@@ -233,3 +227,11 @@ class Planner:
     def _note(self, tokens: int, ms: float) -> None:
         self._mean_tokens += TUNING.rate_weight * (tokens - self._mean_tokens)
         self._mean_ms += TUNING.rate_weight * (ms - self._mean_ms)
+
+
+def _unhurried_ms(decode: DecodeLoad, step_ms: float, predictor: Predictor) -> float:
+    """The interval between steps alone, or 0: more sequences, or later ones, then share the energy of the weights."""
+    allowed_ms = TUNING.unhurried_share * min(decode.budget_ms, decode.target_ms)
+    one_ms = predictor.decode_ms(1, decode.kv_tokens // decode.batch_size)
+    interval_ms = min(allowed_ms, TUNING.unhurried_ratio * one_ms)
+    return interval_ms if step_ms < interval_ms and allowed_ms < math.inf else 0.0

@@ -72,7 +72,7 @@ class PlannerTuning:
     late_share: float = 0.5
     late_period_s: float = 0.03125
     # While no prompt waits, decode steps begin at most this share of the TPOT target apart, and at most this many times
-    # their own duration.
+    # a step of one row: where keys take most of a step, slower steps save little energy, but sequences stay longer.
     unhurried_share: float = 0.85
     unhurried_ratio: float = 2.0
 

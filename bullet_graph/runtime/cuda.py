@@ -271,9 +271,8 @@ class CudaExecutor(Executor):
                     if name != placement.lane and other.last is not None:
                         stream.wait_event(other.last)
             started, finished = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            started.record()
             token_ids = logprobs = prompt_logprobs = None
-            if (sampled := self._enqueue(step, placement, lane)) is not None:
+            if (sampled := self._enqueue(step, placement, lane, started)) is not None:
                 logits, sampled_ids, scores = sampled
                 if scores is not None:
                     prompt_logprobs = _logprobs_to_host(scores)
@@ -287,7 +286,7 @@ class CudaExecutor(Executor):
         return ticket
 
     def _enqueue(
-        self, step: Step, placement: Placement, lane: _Lane
+        self, step: Step, placement: Placement, lane: _Lane, started: torch.cuda.Event
     ) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor, Tensor] | None] | None:
         """Logits and token ids of the sampled rows, and scores; None for a forward that stops before its last layer."""
         whole_gpu = placement.partition == WHOLE_GPU
@@ -298,11 +297,12 @@ class CudaExecutor(Executor):
                 self._state.write_bitmasks(step.bitmasks.slots, step.bitmasks.words)
             rows = lay_out(step.prefill, step.decode, self._decoder.cache.block_tokens)
             if step.prefill is None and self._graphs is not None:
-                token_ids = self._graphs.run(decode_inputs(rows), placement.partition, placement.least_rows)
+                token_ids = self._graphs.run(decode_inputs(rows), placement.partition, placement.least_rows, started)
                 return self._graphs.logits(len(token_ids)), token_ids, None
             lane.forward = lane.eager.begin(rows, whole_gpu=whole_gpu)
         if lane.forward is None:
             raise RuntimeError(f"layer {placement.first_layer} of a forward that was not begun")
+        started.record()
         lane.forward = lane.eager.run_layers(
             lane.forward, placement.first_layer, placement.last_layer, whole_gpu=whole_gpu
         )
