@@ -30,6 +30,7 @@ from bullet_graph.workloads import load_workload
 BENCH = Path(__file__).resolve().parent
 BARE_WAY = "in turn, with passes"
 LATENCIES = tuple(f"{label}_{name}_ms" for name in ("ttft", "tpot", "itl") for label in ("median", "p90", "p99"))
+USUAL = "llama-3.1-8b, "
 SAME = 1.02
 """Figures closer than this factor are not called worse."""
 PLOTS = {"goodput.svg": "Goodput and p99 TTFT by workload", "on_time.svg": "Share of requests on time by rate"}
@@ -55,7 +56,7 @@ class Row:
 
     def __str__(self) -> str:
         cells = (self.what, self.here, self.peer, self.ratio, self.worse, self.limit, f"`{self.file}`")
-        return f"| {' | '.join(cells)} |"
+        return f"| {' | '.join(cells)} |".replace(USUAL, "")
 
 
 # ---- comparisons ----
@@ -263,10 +264,9 @@ def simulated_rows(simulations: Sequence[Source]) -> Iterator[str]:
             for name, scale, digits in (("slo_attainment", 100, 1), ("median_tpot_ms", 1, 1), ("p99_ttft_ms", 1, 0))
         )
         others = " / ".join(f"{100 * row['on_time'][policy]:.1f}" for policy in ("mixed", "split"))
-        model = "" if row["model"] == "llama-3.1-8b" else f"{row['model']}, "
-        name = f"{row['gpu'].upper()}: {model}{Path(row['workload'].rpartition(':')[2]).stem}"
+        name = f"{row['gpu'].upper()}: {row['model']}, {Path(row['workload'].rpartition(':')[2]).stem}"
         split = f"{100 * row['split_share']:.0f}"
-        yield f"| {name}, {row['request_rate']:.3g}/s | {' | '.join(cells)} | {others} | {split} |"
+        yield f"| {name}, {row['request_rate']:.3g}/s | {' | '.join(cells)} | {others} | {split} |".replace(USUAL, "")
     if off := [abs(row["measured"]["slo_attainment"] - row["simulated"]["slo_attainment"]) for row in stable]:
         apart = f"{100 * median(off):.1f} points apart in the median, {100 * max(off):.1f} at most"
         yield f"\nOn time, all {len(off)} runs: {apart}. Simulated by {found['provenance']['git_commit'][:7]}."
@@ -279,15 +279,15 @@ INTRODUCTION = """# Measurements
 Written by `python -m bench.report` from `{folder}`.
 Machine: {device}, driver {driver}, {versions}. Weights are random, in the models' shapes.
 
-**How to read the ratios.** "Ratio" is this engine over vLLM, or the peer that is named: goodput should be high, times
-and energy low. vLLM takes 512 tokens a step, all at once 8,192. It served fewer with 384, with 160 to 192 within 8 ms,
-and with 2,048 on chats (log). This engine runs `auto`, and its best all at once. Goodput is the highest rate at which
-90 % of the requests (`goodput_99`: 99 %) meet both targets ("500/15 ms": of TTFT and TPOT), in runs of at least 120 s.
-"<": the lowest rate at which it failed; the ratio is then a bound. "Worse here" has what is worse by more than 2 % at
-the highest load that both ran. At its own, higher goodput this engine has the longer tail of TTFT: there a queue
-grows, and 10 % of the requests may miss. "Limit" is the time of the same kernels alone, on the same card under its
-power cap, or of the bytes at a copy's rate. Cards of one name differ by 4 %: only figures of one file, or of one card,
-compare. Figures are of their file's date: the engine has changed since.
+**How to read the ratios.** The model is llama-3.1-8b where none is named. "Ratio" is this engine over vLLM, or the
+peer that is named: goodput should be high, times and energy low. vLLM takes 512 tokens a step, all at once 8,192. It
+served fewer with 384, with 160 to 192 within 8 ms, and with 2,048 on chats (log). SGLang mixes prompts with decode.
+This engine runs `auto`, and its best all at once. Goodput is the highest rate at which 90 % of the requests
+(`goodput_99`: 99 %) meet both targets ("500/15 ms": of TTFT and TPOT), in runs of at least 120 s.
+"<": the lowest rate at which it failed; the ratio is then a bound. "Worse here": what is worse by more than 2 % at the
+highest load that both ran. At its own, higher goodput this engine has the longer tail of TTFT: a queue grows, and 10 %
+may miss. "Limit" is the time of the same kernels alone, on the same card under its power cap, or of the bytes at a
+copy's rate. Cards of one name differ by 4 %: compare figures of one card only. Most files are older than the engine.
 
 ## Headline figures
 
@@ -304,7 +304,7 @@ Files in `{folder}/`, driver {driver}.
 FLEETS = """
 ## Sharing each GPU, or dividing the fleet
 
-Simulated by `python -m bench.fleet` from the H200's tables for llama-3.1-8b: goodput_90 per GPU, within 5 %. "Shared":
+Simulated by `python -m bench.fleet` from the H200's tables: goodput_90 per GPU, within 5 %. "Shared":
 `auto` on each GPU. "Divided": at GB/s of each GPU's link (prefill GPUs: the best; 1,000 scaled from 100). Bold:
 sharing wins. \\*: < 120 s of arrivals.
 
@@ -314,7 +314,7 @@ sharing wins. \\*: < 120 s of arrivals.
 ABLATION = """
 ## What each part of the planner brings
 
-Simulated goodput_90 / goodput_99 in requests/s (`bullet-graph simulate --sweep`, H200, llama-3.1-8b). `mixed:512` has
+Simulated goodput_90 / goodput_99 in requests/s (`bullet-graph simulate --sweep`, H200). `mixed:512` has
 chunks of one size, as the peers; `mixed` sizes them by targets and measured times. `auto` may also split, and lets
 decode steps wait to save energy: near saturation that costs up to a point on time.
 
@@ -325,8 +325,8 @@ SIMULATED = """
 ## Simulated beside measured
 
 The fastest stable run of `auto` for each: measured / simulated (`python -m bench.simulator_error`); then who is on
-time under `mixed` and `split`, and the share of device time that `auto` runs split. llama-3.1-8b where no
-model is named. The H100's chats were measured before prompts waited for room.
+time under `mixed` and `split`, and the share of device time that `auto` runs split. The H100's chats were measured
+before prompts waited for room.
 
 | GPU, requests, rate | on time, % | median TPOT, ms | p99 TTFT, ms | `mixed` / `split` | split, % |
 | --- | ---: | ---: | ---: | ---: | ---: |

@@ -4,12 +4,14 @@ import json
 import subprocess
 import sys
 import textwrap
+import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from bullet_graph import Engine, SamplingParams, Slo
+from bullet_graph.graphs.decode_graph import DecodeGraphs
 
 pytestmark = pytest.mark.gpu
 
@@ -53,7 +55,6 @@ def test_decode_steps_go_on_while_a_prompt_is_prefilled(tmp_path: Path) -> None:
     records = serve("split:64", tmp_path / "trace.jsonl", Slo())
     slices = launches(records, "prefill")
     steps = [s for s in launches(records, "decode") if s[2]["decode_sms"] == 64]
-    assert slices
     first, last = min(s[0] for s in slices), max(s[1] for s in slices)
     beside = [s for s in steps if first < s[0] and s[1] < last]
     # Two prompts of 12,000 tokens take far longer than a step of a 0.6B model.
@@ -61,9 +62,13 @@ def test_decode_steps_go_on_while_a_prompt_is_prefilled(tmp_path: Path) -> None:
     assert {s[2]["prefill_sms"] for s in slices} == {132 - 64}
 
 
-def test_auto_changes_sides_and_loses_nothing(tmp_path: Path) -> None:
+def test_auto_loses_nothing_and_counts_no_time_of_the_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    prepare = DecodeGraphs._prepare
+    monkeypatch.setattr(DecodeGraphs, "_prepare", lambda *given: time.sleep(0.01) or prepare(*given))
     records = serve("auto", tmp_path / "trace.jsonl", Slo(ttft_ms=2000, tpot_ms=8))
     assert sum(r["type"] == "request" for r in records) == 18
+    # Most are decode steps of a 0.6B model on a GPU that idles while the host works for 10 ms.
+    assert np.median([r["device_ms"] for r in records if r["type"] == "retire"]) < 8  # type: ignore[arg-type]
 
 
 def test_a_lane_that_fails_takes_its_requests_along_and_gives_up_cleanly() -> None:
@@ -75,10 +80,8 @@ def test_a_lane_that_fails_takes_its_requests_along_and_gives_up_cleanly() -> No
         engine = Engine("qwen3-0.6b", load_format="dummy", max_model_len=512, max_num_seqs=2, policy="auto",
                         perf_table="roofline", gpu_memory_utilization=0.3)
         engine.add_request("a", [1, 2, 3], SamplingParams(max_tokens=400, ignore_eos=True))
-        for _ in range(5):
-            engine.step()
-        stream = engine._core.executor._lanes["prefill"].stream
-        with torch.cuda.stream(stream):
+        [engine.step() for _ in range(5)]
+        with torch.cuda.stream(engine._core.executor._lanes["prefill"].stream):
             torch.zeros(4, device="cuda")[torch.tensor([9], device="cuda")]  # a device-side assertion
         try:
             while engine.has_unfinished_requests():
@@ -92,10 +95,7 @@ def test_a_lane_that_fails_takes_its_requests_along_and_gives_up_cleanly() -> No
         engine.shutdown()
         print("shut down")
     """
-    process = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=200, check=False
-    )
-    assert "dead:" in process.stdout, process.stderr[-2000:]
-    assert "refused" in process.stdout
-    assert "shut down" in process.stdout, process.stderr[-4000:]
+    command = [sys.executable, "-c", textwrap.dedent(script)]
+    process = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    assert all(word in process.stdout for word in ("dead:", "refused", "shut down")), process.stderr[-4000:]
     assert process.returncode in (0, -6), process.stderr[-2000:]
