@@ -74,7 +74,7 @@ class PlannerTuning:
     # While no prompt waits, decode steps begin at most this share of the TPOT target apart, and at most this many times
     # a step of one row: where keys take most of a step, slower steps save little energy, but sequences stay longer.
     unhurried_share: float = 0.85
-    unhurried_ratio: float = 2.0
+    unhurried_ratio: float = 1.7
 
 
 TUNING = PlannerTuning()
