@@ -34,15 +34,15 @@ class TestWithoutChoice:
         ("tpot", "budget", "expected"),
         [
             (200.0, None, "a multiple of a step of one row"),
-            (9.0, None, "a share of the target"),
-            (15.0, 9.0, "a share of the budget"),
-            (15.0, 8.5, "none"),
+            (8.0, None, "a share of the target"),
+            (15.0, 8.0, "a share of the budget"),
+            (15.0, 6.0, "none"),
             (200.0, -5.0, "none"),
             (math.inf, None, "none"),
         ],
     )
     def test_decode_alone_takes_the_time_targets_allow(self, tpot: float, budget: float | None, expected: str) -> None:
-        load = load_of(decoding(64, tpot=tpot, budget=budget))
+        load = load_of(decoding(32, tpot=tpot, budget=budget))
         plan = planner("auto").plan(load)
         intervals = {
             "a multiple of a step of one row": TUNING.unhurried_ratio * model().decode(1, 1000).ms,
@@ -52,7 +52,7 @@ class TestWithoutChoice:
         }
         assert plan.interval_ms == intervals[expected]
         assert planner("mixed").plan(load).interval_ms == 0.0
-        others = (decoding(64, tpot=tpot), 100), (decoding(256, tpot=tpot, budget=budget),)
+        others = (decoding(32, tpot=tpot), 100), (decoding(64, tpot=tpot, budget=budget),)
         assert [planner("auto").plan(load_of(*other)).interval_ms for other in others] == [0.0, 0.0]
 
     @pytest.mark.parametrize(("batch_size", "tpot"), [(1, 15.0), (1, 6.0), (1, 5.1), (2, 15.0), (1, math.inf)])
