@@ -56,16 +56,16 @@ class Row:
 
     def __str__(self) -> str:
         cells = (self.what, self.here, self.peer, self.ratio, self.worse, self.limit, f"`{self.file}`")
-        return f"| {' | '.join(cells)} |".replace(USUAL, "")
+        return f"| {' | '.join(cells)} |"
 
 
 # ---- comparisons ----
 
 
 def goodput_rows(task: Task) -> Iterator[Row]:
-    """Goodputs beside the best peer setting's, by the newest search that bounds their ratio, else by single runs."""
-    settings = [(one.source.fields["settings"], one) for one in (task, *task.older) if CLAIMED in one.own]
-    tried = sorted(settings, key=lambda each: (each[0].get("max_runs") == 1, bool(each[0].get("rates"))))
+    """Goodputs beside the best peer setting's, by the newest search that bounds them, else rates, else single runs."""
+    found = [(one.source.fields["settings"], one) for one in (task, *task.older) if CLAIMED in one.own]
+    tried = sorted(found, key=lambda each: (each[0].get("max_runs") == 1, bool(each[0].get("rates"))))
     first = None
     for share in SHARES:
         if row := next(filter(None, (_goodput_row(each, share) for _, each in tried)), None):
@@ -266,7 +266,7 @@ def simulated_rows(simulations: Sequence[Source]) -> Iterator[str]:
         others = " / ".join(f"{100 * row['on_time'][policy]:.1f}" for policy in ("mixed", "split"))
         name = f"{row['gpu'].upper()}: {row['model']}, {Path(row['workload'].rpartition(':')[2]).stem}"
         split = f"{100 * row['split_share']:.0f}"
-        yield f"| {name}, {row['request_rate']:.3g}/s | {' | '.join(cells)} | {others} | {split} |".replace(USUAL, "")
+        yield f"| {name}, {row['request_rate']:.3g}/s | {' | '.join(cells)} | {others} | {split} |"
     if off := [abs(row["measured"]["slo_attainment"] - row["simulated"]["slo_attainment"]) for row in stable]:
         apart = f"{100 * median(off):.1f} points apart in the median, {100 * max(off):.1f} at most"
         yield f"\nOn time, all {len(off)} runs: {apart}. Simulated by {found['provenance']['git_commit'][:7]}."
@@ -390,7 +390,7 @@ def make_report(sources: Sequence[Source], folder: str, pictures: str, simulatio
         *(title + rows for title, of in sections.items() if (rows := "\n".join(of(simulated)))),
         FILES + ", ".join(f"`{source.name}`" for source in sources if not source.has_command),
     ]
-    return "\n".join(lines) + "\n"
+    return "\n".join(lines).replace(USUAL, "") + "\n"
 
 
 # ---- plots ----

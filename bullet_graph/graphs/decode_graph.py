@@ -141,7 +141,8 @@ class DecodeGraphs:
     ) -> Tensor:
         """Enqueue a decode step on the current stream, padded to ``least_rows`` if there is a graph of that size.
 
-        Returns [n] int32 sampled tokens, valid until the next step runs; their logits are in :meth:`logits`.
+        Returns [n] int32 sampled tokens, valid until the next step runs; their logits are in :meth:`logits`. ``start``
+        is recorded after the host's work, which would count as the step's time on an idle GPU.
         """
         rows = len(inputs.slots)
         sizes = self._sizes.get(partition, ())
@@ -153,7 +154,7 @@ class DecodeGraphs:
             shared = self._attention.shared_blocks(padded.kv_indptr, padded.kv_indices)
         self._prepare(padded, partition, shared)
         graph, token_ids = self._captured[key, shared is not None]
-        if start is not None:  # not earlier: on an idle GPU, the step's time would count the host's work
+        if start is not None:
             start.record()
         graph.replay()
         return token_ids[:rows]

@@ -230,8 +230,7 @@ class Planner:
 
 
 def _unhurried_ms(decode: DecodeLoad, step_ms: float, predictor: Predictor) -> float:
-    """The interval between steps alone, or 0: more sequences, or later ones, then share the energy of the weights."""
+    """Least time between decode steps alone, or 0. The longer it is, the more sequences share a reading of weights."""
     allowed_ms = TUNING.unhurried_share * min(decode.budget_ms, decode.target_ms)
-    one_ms = predictor.decode_ms(1, decode.kv_tokens // decode.batch_size)
-    interval_ms = min(allowed_ms, TUNING.unhurried_ratio * one_ms)
-    return interval_ms if step_ms < interval_ms and allowed_ms < math.inf else 0.0
+    most_ms = TUNING.unhurried_ratio * predictor.decode_ms(1, decode.kv_tokens // decode.batch_size)
+    return min(allowed_ms, most_ms) if step_ms < most_ms and step_ms < allowed_ms < math.inf else 0.0

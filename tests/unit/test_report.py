@@ -177,5 +177,4 @@ def test_the_report_of_the_repository_is_up_to_date() -> None:
     result = report("--check")
     assert result.exit_code == 0, result.output
     texts = "".join(path.read_text() for path in (BENCH / "results").rglob("*.json"))
-    assert "/root" not in texts
-    assert not re.search(r"[\"= ]/(home|root|tmp|work)/", texts)
+    assert not re.search(r"/root|[\"= ]/(home|tmp|work)/", texts)
