@@ -204,21 +204,19 @@ def tasks_of(sources: Sequence[Source]) -> list[Task]:
     return sorted(tasks.values(), key=lambda task: (task.model, task.workload, task.slo, task.peer, task.source.name))
 
 
-def runs_of(cell: dict[str, Any], rate: float | None = -1.0) -> list[Run]:
-    """Runs that served every request; None: all at once, -1: at any rate."""
-    runs = [run for run in cell["runs"] if not run["failed"]]
-    if rate is None:
-        return [run for run in runs if run.get("all_at_once")]
-    return [run for run in runs if not run.get("all_at_once") and rate in (-1.0, run["request_rate"])]
+def rate_of(run: Run) -> float:
+    """Requests a second; inf: all at once."""
+    return float("inf") if run.get("all_at_once") else run["request_rate"]
 
 
-def figure_of(cell: dict[str, Any], rate: float | None, field: str) -> float | None:
-    """Median of a figure over the runs at a rate."""
-    values = [run[field] for run in runs_of(cell, rate) if run.get(field) is not None]
+def figure_of(cell: dict[str, Any], rate: float, field: str) -> float | None:
+    """Median of a figure over the runs at a rate that served every request."""
+    runs = (run for run in cell["runs"] if not run["failed"] and rate_of(run) == rate)
+    values = [run[field] for run in runs if run.get(field) is not None]
     return median(values) if values else None
 
 
-def best_of(cells: dict[str, dict[str, Any]], rate: float | None, field: str) -> tuple[str, float] | None:
+def best_of(cells: dict[str, dict[str, Any]], rate: float, field: str) -> tuple[str, float] | None:
     """The system with the lowest figure, and that figure."""
     found = {name: figure_of(cell, rate, field) for name, cell in cells.items()}
     known = {name: value for name, value in found.items() if value is not None}

@@ -20,7 +20,7 @@ import matplotlib as mpl
 from matplotlib.figure import Figure
 
 from bench import splitting
-from bench.evidence import CLAIMED, OWN, Source, Task, best_of, dicts, figure_of, read_results, runs_of, tasks_of
+from bench.evidence import CLAIMED, OWN, Source, Task, best_of, dicts, figure_of, rate_of, read_results, tasks_of
 from bench.record import Refusal
 from bullet_graph.cli.tables import goodput_text
 from bullet_graph.errors import BulletGraphError, ConfigError
@@ -56,7 +56,7 @@ class Row:
 
     def __str__(self) -> str:
         cells = (self.what, self.here, self.peer, self.ratio, self.worse, self.limit, f"`{self.file}`")
-        return f"| {' | '.join(cells)} |"
+        return f"| {' | '.join(cells)} |".replace(".json`", "`")
 
 
 # ---- comparisons ----
@@ -95,13 +95,13 @@ def _goodput_row(task: Task, share: float) -> Row | None:
 
 def load_rows(task: Task, sources: Sequence[Source]) -> Iterator[Row]:
     """Time and energy all at once; the best setting of each side counts."""
-    own, peer = (best_of(cells, None, "duration") for cells in (task.own, task.peers))
+    own, peer = (best_of(cells, math.inf, "duration") for cells in (task.own, task.peers))
     if own is None or peer is None:
         return
     limit = workload_limit_s(task, sources)
     sides = [f"{seconds:.2f} s" for _, seconds in (own, peer)]
     ratio = f"{own[1] / peer[1]:.2f}×"
-    joules = [best_of(cells, None, "joules_per_token") for cells in (task.own, task.peers)]
+    joules = [best_of(cells, math.inf, "joules_per_token") for cells in (task.own, task.peers)]
     if joules[0] and joules[1]:
         sides = [f"{side}, {1e3 * each[1]:.1f} mJ a token" for side, each in zip(sides, joules, strict=True) if each]
         ratio += f", {joules[0][1] / joules[1][1]:.2f}×"
@@ -176,14 +176,15 @@ def start_rows(sources: Sequence[Source]) -> Iterator[Row]:
                     yield Row(f"start, {one['model']}, {text}", f"{seconds:.1f} s", file=source.name)
 
 
+def highest_load(task: Task) -> float:
+    """The highest rate that both sides served, inf all at once, -1 if none."""
+    rates = {rate_of(run) for cell in task.own.values() for run in cell["runs"]}
+    return max((rate for rate in rates if best_of(task.peers, rate, "duration")), default=-1.0)
+
+
 def worse_text(task: Task) -> str:
-    """Figures of this engine that are worse than the best peer setting's at the same load; empty if none is."""
-    own = task.own.get(CLAIMED) or next(iter(task.own.values()))
-    rates = {None if run.get("all_at_once") else run["request_rate"] for run in own["runs"]}
-    shared = [rate for rate in rates if any(runs_of(cell, rate) for cell in task.peers.values())]
-    if not shared:
-        return ""
-    rate = max(shared, key=lambda one: math.inf if one is None else one)
+    """Figures of this engine that are worse than the best peer setting's at the highest load; empty if none is."""
+    own, rate = task.own.get(CLAIMED) or next(iter(task.own.values())), highest_load(task)
     worse = dict[str, list[str]]()
     for field in (*LATENCIES, "joules_per_token"):
         value, peer = figure_of(own, rate, field), best_of(task.peers, rate, field)
@@ -192,19 +193,20 @@ def worse_text(task: Task) -> str:
             shown, label = ("energy", "") if field == "joules_per_token" else (name.upper(), f"{label} ")
             worse.setdefault(shown, []).append(f"{label}{value / peer[1]:.2f}×")
     told = "; ".join(f"{name} {', '.join(ratios)}" for name, ratios in worse.items())
-    load = "all at once" if rate is None else f"{rate:.3g}/s"
-    if rate is not None:
+    load = "all at once"
+    if rate < math.inf:
         on_time = [figure_of(cell, rate, "slo_attainment") or 0.0 for cell in (own, *task.peers.values())]
-        load += f" ({100 * on_time[0]:.0f} and {100 * max(on_time[1:]):.0f} % on time)"
+        load = f"{rate:.3g}/s ({100 * on_time[0]:.0f} and {100 * max(on_time[1:]):.0f} % on time)"
     return f"{load}: {told}" if worse else ""
 
 
 def task_rows(task: Task, sources: Sequence[Source]) -> list[Row]:
-    """All rows of a comparison; the first has what is worse in the newest, be it the only thing to say."""
+    """All rows of a comparison; the first has what is worse at the highest load, be it the only thing to say."""
     rows = list(goodput_rows(task) if task.is_search else load_rows(task, sources))
-    if worse := worse_text(task):
+    loaded = max((task, *task.older), key=highest_load)
+    if worse := worse_text(loaded):
         first, *others = rows or [Row(f"{task.model}, {task.short}", "–", file=task.file)]
-        worse += "" if first.file == task.file else f" (`{task.file}`)"
+        worse += "" if first.file == loaded.file else f" (`{loaded.file}`)"
         rows = [replace(first, worse=worse), *others]
     return rows
 
@@ -292,7 +294,7 @@ copy's rate. Cards of one name differ by 4 %: compare figures of one card only. 
 ## Headline figures
 
 """
-TABLE = """| what | this engine | peer | ratio | worse here | limit | file |
+TABLE = """| what | this engine | peer | ratio | worse here | limit | file (.json) |
 | --- | ---: | ---: | ---: | --- | ---: | --- |
 """
 OTHER_GPU = """

@@ -89,9 +89,9 @@ def test_figures_ratios_and_limits(results: Path, tmp_path: Path) -> None:
     assert "| 7.00 ms | – | – | – | 6.60 ms, kernels alone (1.061×) |" in text
     # The longest of the 600 outputs has 739 tokens: half of the forwards have 512 rows, half 2,048.
     sides = "21.00 s, 20.0 mJ a token | 30.00 s, 25.0 mJ a token"
-    assert f"| {sides} | 0.70×, 0.80× | – | 21.50 s (0.977×) | `peers_offline.json` |" in text
+    assert f"| {sides} | 0.70×, 0.80× | – | 21.50 s (0.977×) | `peers_offline` |" in text
     cells = "≥ 24/s, p99 TTFT 900 ms | 20/s, p99 TTFT 10 ms | ≥ 1.20× | 20/s (100 and 95 % on time): TTFT p99 4.00×"
-    assert f"| goodput_90, conv, 500/15 ms | {cells} | – | `peers_conv.json` |" in text
+    assert f"| goodput_90, conv, 500/15 ms | {cells} | – | `peers_conv` |" in text
     assert "| start, from a capture cache | 6.5 s |" in text
     assert "| conv, 500/15 | ≥ 20 / < 1.25 | ≥ 20 / < 1.25 |" in text
     assert text.endswith("`bare.json`, `notes.json`, `peers_conv.json`, `peers_offline.json`\n")
@@ -111,17 +111,17 @@ def test_which_runs_are_compared(results: Path, tmp_path: Path) -> None:
         write_comparison(results / f"{commit}.json", cell(AUTO, own), commit=commit)
     open_ended = cell(AUTO, run_at(20, 1.0)), cell(VLLM_512, run_at(20, 1.0))
     write_comparison(results / "newer.json", *open_ended, date="2026-02-03", commit="newer")
-    one_run = cell(AUTO, run_at(6, 1.0, p90_itl_ms=30.0)), cell(VLLM_512, run_at(6, 0.5))
-    write_comparison(results / "one_run.json", *one_run, date="2026-02-04", commit="newest", max_runs=1)
+    one_run = cell(AUTO, run_at(30, 1.0, p90_itl_ms=30.0)), cell(VLLM_512, run_at(30, 0.5))
+    write_comparison(results / "one_run.json", *one_run, date="2026-02-02", commit="older", max_runs=1)
     write_comparison(results / "lone.json", *one_run, model="lone", max_runs=1)
     write_comparison(results / "other.json", cell("sglang 0.5.17 chunk 512", run_at(18, 0.95), run_at(18.5, 0.8)))
     assert report("--results", results, "--output", tmp_path / "REPORT.md").exit_code == 0
     text = (tmp_path / "REPORT.md").read_text(encoding="utf-8")
-    assert "SGLang | ≥ 25/s, p99 TTFT 10 ms | 18/s, p99 TTFT 10 ms | ≥ 1.39× | – | – | `peers_conv.json`, `o" in text
-    sides, worse = "≥ 25/s, p99 TTFT 10 ms | 20/s, p99 TTFT 10 ms", "6/s (100 and 50 % on time): ITL p90 3.00×"
-    assert f"| {sides} | ≥ 1.25× | {worse} (`one_run.json`) | – | `peers_conv.json`, `own_faster.json` |" in text
-    assert f"lone, conv, 500/15 ms | ≥ 6/s, p99 TTFT 10 ms | < 6/s | > 1.00× | {worse} | – | `lone.json` |" in text
-    assert "tiny, conv, 500/15 ms | ≥ 5/s, p99 TTFT 10 ms | < 4/s | > 1.25× | – | – | `apart.json` |" in text
+    assert "SGLang | ≥ 25/s, p99 TTFT 10 ms | 18/s, p99 TTFT 10 ms | ≥ 1.39× | – | – | `peers_conv`, `o" in text
+    sides, worse = "≥ 25/s, p99 TTFT 10 ms | 20/s, p99 TTFT 10 ms", "30/s (100 and 50 % on time): ITL p90 3.00×"
+    assert f"| {sides} | ≥ 1.25× | {worse} (`one_run`) | – | `peers_conv`, `own_faster` |" in text
+    assert f"lone, conv, 500/15 ms | ≥ 30/s, p99 TTFT 10 ms | < 30/s | > 1.00× | {worse} | – | `lone` |" in text
+    assert "tiny, conv, 500/15 ms | ≥ 5/s, p99 TTFT 10 ms | < 4/s | > 1.25× | – | – | `apart` |" in text
 
 
 def test_a_measured_run_is_simulated_by_its_own_settings(tmp_path: Path) -> None:
