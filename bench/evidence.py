@@ -184,7 +184,9 @@ def tasks_of(sources: Sequence[Source]) -> list[Task]:
     found: dict[tuple[object, ...], Task] = {}
     for source in sorted(filter(lambda one: one.is_comparison, sources), key=lambda one: one.date):
         for cell in source.fields["cells"]:
-            new = Task(source, cell["workload"], cell["num_prompts"], cell["slo"], {}, {})
+            bursts = source.fields["settings"].get("burstiness", 1.0)
+            workload = cell["workload"] + f", burstiness {bursts}" * (bursts != 1)
+            new = Task(source, workload, cell["num_prompts"], cell["slo"], {}, {})
             key = source.origin, new.model, new.is_search, new.workload, new.num_prompts, new.slo
             task = found.setdefault(key, new)
             side = task.own if cell["system"].split()[0] == OWN else task.peers

@@ -50,6 +50,7 @@ def command_of(settings: dict[str, Any], cell: dict[str, Any], run: Run) -> list
         "trace": cell["workload"],
         "goodput": cell["slo"].replace("ms", ""),
         "first-rate": run["request_rate"],
+        "burstiness": run.get("burstiness", 1.0),
         "max-runs": 1,
         "gpu-memory-utilization": 1.0,
         "kv-cache-bytes": tokens * kv_cache_bytes_per_token(model, dtype_bytes=2),

@@ -24,7 +24,7 @@ from bullet_graph.cli.bench.sweep import print_sweep
 from bullet_graph.cli.bench.sweep_runner import Sweep, WorkloadSpec
 from bullet_graph.cli.main import message_of
 from bullet_graph.cli.options import Decorator, all_of, setting_options
-from bullet_graph.cli.replay_options import search_options, sweep_file_options
+from bullet_graph.cli.replay_options import burstiness_option, search_options, sweep_file_options
 from bullet_graph.cli.result_file import to_json
 from bullet_graph.cli.tables import figure, mean_of
 from bullet_graph.engine.replay import event_loop_factory
@@ -33,6 +33,7 @@ from bullet_graph.models.presets import resolve_model
 from bullet_graph.perf.energy import open_probe
 from bullet_graph.perf.goodput_search import FASTEST_RATE
 from bullet_graph.perf.provenance import collect_provenance
+from bullet_graph.workloads import Arrivals
 
 _NO_SETTINGS = ("vllm_log", "sglang_log", "own_decisions", "one_at_a_time")
 """Options that no figure depends on, or that are listed apart."""
@@ -76,6 +77,7 @@ def _options_of(peer: str, arguments: str) -> Decorator:
 @click.option("--all-at-once", is_flag=True, help="All requests at the start, instead of rates.")
 @click.option("--repeats", type=click.IntRange(min=1), default=1, help="Runs at each of --rates, or all at once.")
 @search_options
+@burstiness_option
 @click.option(
     "--best-peer-only",
     is_flag=True,
@@ -162,10 +164,10 @@ def _compare(
         )
     provenance = dataclasses.asdict(collect_provenance(device))
     provenance["versions"] |= peer_versions()
-    # Files from before SGLang and tensor parallelism lack their options, and are to go on.
-    defaults = {"sglang_options": (), "tensor_parallel_size": 1}
+    # Older files lack these options, and are to go on. JSON has no infinity.
+    defaults = {"sglang_options": (), "tensor_parallel_size": 1, "burstiness": 1.0}
     settings = {
-        **{name: value for name, value in options.items() if name not in _NO_SETTINGS},
+        **{name: "inf" if value == math.inf else value for name, value in options.items() if name not in _NO_SETTINGS},
         **dataclasses.asdict(setup),
         "systems": [candidate.label for candidate in candidates],
         "workloads": list(workloads),
@@ -175,7 +177,6 @@ def _compare(
     }
     settings = {name: value for name, value in settings.items() if name not in defaults or value != defaults[name]}
     sweep = Sweep.open(path, settings=settings, provenance=provenance, overwrite=overwrite)
-    has_gpu = device == "cuda"
     memory = partial(
         require_memory,
         share=setup.gpu_memory_utilization,
@@ -199,11 +200,11 @@ def _compare(
             runner,
             model=options["model"],
             vocab_size=vocab_size,
-            seed=options["seed"],
+            arrivals=Arrivals(request_rate=1.0, burstiness=options["burstiness"], seed=options["seed"]),
             num_warmups=options["warmup_requests"],
             smoke=options["smoke"],
             best_peer_only=options["best_peer_only"],
-            before_group=memory if has_gpu else lambda _: None,
+            before_group=memory if device == "cuda" else lambda _: None,
             probe=partial(open_probe, torch.device(device), setup.tensor_parallel_size),
         ).run()
     return sweep

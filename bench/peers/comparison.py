@@ -52,15 +52,13 @@ def make_peer_cells(
         ConfigError: options contradict each other, a search has no targets, or two workloads have one name.
         WorkloadError: there is no such workload, or it has too few requests for a rate.
     """
-    rates = options["rates"]
-    if rates is not None and options["all_at_once"]:
-        raise ConfigError("--rates and --all-at-once exclude one another: choose one")
-    if options["best_peer_only"] and (rates is not None or options["all_at_once"]):
+    rates, at_once = options["rates"], options["all_at_once"]
+    if at_once and (rates is not None or options["burstiness"] != 1):
+        raise ConfigError("--all-at-once has neither rates nor gaps: leave out --rates and --burstiness")
+    if options["best_peer_only"] and (rates is not None or at_once):
         raise ConfigError("--best-peer-only is for searches: leave it out with --rates and --all-at-once")
-    if options["all_at_once"]:
+    if at_once:
         rates = (FASTEST_RATE,)
-
-    at_once = options["all_at_once"]
     search = GoodputSearch(**{name: options[name] for name in ("first_rate", "tolerance", "step", "max_runs")})
     if rates is not None:
         repeats, first_rate = options["repeats"], 1.0 if at_once else max(rates)
@@ -140,7 +138,7 @@ class Comparison:
         runner: of the event loop of all systems.
         model: its name.
         vocab_size: of it.
-        seed: of arrivals and prompts.
+        arrivals: how requests arrive, but for the rate. Their seed is the prompts', too.
         num_warmups: unmeasured requests before a system's first run of a workload.
         smoke: runs may be too short to be sustained.
         best_peer_only: give up a peer's setting once others of that peer have served each share at rates that were too
@@ -159,7 +157,7 @@ class Comparison:
         *,
         model: str,
         vocab_size: int,
-        seed: int,
+        arrivals: Arrivals,
         num_warmups: int,
         smoke: bool = False,
         best_peer_only: bool = False,
@@ -172,7 +170,7 @@ class Comparison:
         self._sweep = sweep
         self._runner = runner
         self._new_client = partial(_peer_client, runner=runner, model_id=model, vocab_size=vocab_size, probe=probe)
-        self._seed = seed
+        self._arrivals = arrivals
         self._num_warmups = num_warmups
         self._smoke = smoke
         self._best_peer_only = best_peer_only
@@ -216,26 +214,24 @@ class Comparison:
 
     def _warm_up(self, cell: Cell[Candidate]) -> None:
         # Other prompts than in any run.
-        seed = self._seed + _MOST_RUNS * (len(self._tasks) + self._tasks.index(cell.key.task))
+        seed = self._arrivals.seed + _MOST_RUNS * (len(self._tasks) + self._tasks.index(cell.key.task))
         warm_up(self._client(cell), cell.workload, self._num_warmups, slo=cell.slo, seed=seed)
 
     def _measure(self, cell: Cell[Candidate], rate: float, label: str | None) -> dict[str, Any]:
         # Other prompts in each run, the same for every system: a server may have a prefix cache.
         run = len(self._sweep.cell(cell.key).runs)
-        prompt_seed = self._seed + _MOST_RUNS * self._tasks.index(cell.key.task) + run
-        at_once = Arrivals(request_rate=math.inf, seed=self._seed)
-        workload, arrivals = at_rate(cell.workload, at_once, rate, smoke=self._smoke)
+        prompt_seed = self._arrivals.seed + _MOST_RUNS * self._tasks.index(cell.key.task) + run
+        workload, arrivals = at_rate(cell.workload, self._arrivals, rate, smoke=self._smoke)
         measured = measure(self._client(cell), workload, arrivals, slo=cell.slo, prompt_seed=prompt_seed, label=label)
         result = measured.result
         attainment = result.slo_attainment
-        reasons = Counter(reason for reason in result.errors if reason)
         return measured.fields() | {
             "request_rate": rate,
-            "all_at_once": arrivals == at_once,
+            "all_at_once": arrivals.request_rate == math.inf,
             # Without targets, every request that is served meets them.
             "slo_attainment": result.completed / result.num_prompts if attainment is None else attainment,
             "prompt_seed": prompt_seed,
-            "failures": dict(reasons.most_common(_MOST_REASONS_KEPT)),
+            "failures": dict(Counter(filter(None, result.errors)).most_common(_MOST_REASONS_KEPT)),
         }
 
     def _is_beaten(self, cell: Cell[Candidate]) -> bool:

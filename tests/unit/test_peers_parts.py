@@ -37,7 +37,7 @@ from bullet_graph.perf.metrics import RequestMetrics, ServedRequest
 from bullet_graph.perf.roofline import Fp8Weights
 from bullet_graph.serve.client import new_tokens
 from bullet_graph.slo import Slo
-from bullet_graph.workloads import Workload, WorkloadRequest
+from bullet_graph.workloads import Arrivals, Workload, WorkloadRequest
 
 # ---- systems ----
 
@@ -348,7 +348,7 @@ def compare(
             runner,
             model="none",
             vocab_size=100,
-            seed=0,
+            arrivals=Arrivals(request_rate=1.0),
             num_warmups=0,
             smoke=True,
             best_peer_only=best_peer_only,

@@ -106,7 +106,8 @@ def test_figures_ratios_and_limits(results: Path, tmp_path: Path) -> None:
 def test_which_runs_are_compared(results: Path, tmp_path: Path) -> None:
     """Those of one card and clean commit, at whatever rates, beside each peer; the newest that bound a ratio."""
     write_comparison(results / "own_faster.json", cell(AUTO, run_at(25, 0.91)), date="2026-01-03")
-    write_comparison(results / "apart.json", cell(AUTO, run_at(5, 1.0)), cell(VLLM_512, run_at(4, 0.5)), model="tiny")
+    bursty = cell(AUTO, run_at(5, 1.0)), cell(VLLM_512, run_at(4, 0.5))
+    write_comparison(results / "apart.json", *bursty, burstiness=0.25)
     for commit, own in (("another", run_at(26, 1.0)), ("abc-dirty", run_at(27, 1.0))):
         write_comparison(results / f"{commit}.json", cell(AUTO, own), commit=commit)
     open_ended = cell(AUTO, run_at(20, 1.0)), cell(VLLM_512, run_at(20, 1.0))
@@ -121,11 +122,11 @@ def test_which_runs_are_compared(results: Path, tmp_path: Path) -> None:
     sides, worse = "≥ 25/s, p99 TTFT 10 ms | 20/s, p99 TTFT 10 ms", "30/s (100 and 50 % on time): ITL p90 3.00×"
     assert f"| {sides} | ≥ 1.25× | {worse} (`one_run`) | – | `peers_conv`, `own_faster` |" in text
     assert f"lone, conv, 500/15 ms | ≥ 30/s, p99 TTFT 10 ms | < 30/s | > 1.00× | {worse} | – | `lone` |" in text
-    assert "tiny, conv, 500/15 ms | ≥ 5/s, p99 TTFT 10 ms | < 4/s | > 1.25× | – | – | `apart` |" in text
+    assert "conv, burstiness 0.25, 500/15 ms | ≥ 5/s, p99 TTFT 10 ms | < 4/s | > 1.25× | – | – | `apart` |" in text
 
 
 def test_a_measured_run_is_simulated_by_its_own_settings(tmp_path: Path) -> None:
-    run = run_at(1.5, 0.9, sustained=True, system_settings={"kv_cache_tokens": 160_000})
+    run = run_at(1.5, 0.9, sustained=True, burstiness=0.5, system_settings={"kv_cache_tokens": 160_000})
     own = cell("bullet_graph auto", run, run_at(3.0, 0.9, sustained=False), slo="ttft:500ms tpot:50ms")
     own["workload"] = "synthetic:conv"
     peer = cell(VLLM_512, run_at(1.5, 0.8, sustained=True))
@@ -135,8 +136,8 @@ def test_a_measured_run_is_simulated_by_its_own_settings(tmp_path: Path) -> None
     ((found, run),) = simulator_error.measured_runs(source)
     assert (found["system"], run["request_rate"]) == ("bullet_graph auto", 1.5)
     arguments = simulator_error.command_of(source.fields["settings"], found, run)
-    words = f"h200 llama-3.1-8b synthetic:conv --first-rate 1.5 --max-num-seqs 7 --kv-cache-bytes {160_016 * 131_072}"
-    assert {*words.split(), "ttft:500 tpot:50"} <= set(arguments)
+    words = f"h200 llama-3.1-8b synthetic:conv --first-rate 1.5 --burstiness 0.5 --max-num-seqs 7 {160_016 * 131_072}"
+    assert {*words.split(), "--kv-cache-bytes", "ttft:500 tpot:50"} <= set(arguments)
     figures = simulator_error.simulated([*arguments, "--smoke", "--num-prompts", "20"])
     assert list(figures) == ["auto", "mixed", "split"]
     assert {(run["request_rate"], run["backend"]) for run in figures.values()} == {(1.5, "bullet-graph simulate")}
