@@ -176,15 +176,11 @@ def start_rows(sources: Sequence[Source]) -> Iterator[Row]:
                     yield Row(f"start, {one['model']}, {text}", f"{seconds:.1f} s", file=source.name)
 
 
-def highest_load(task: Task) -> float:
-    """The highest rate that both sides served, inf all at once, -1 if none."""
-    rates = {rate_of(run) for cell in task.own.values() for run in cell["runs"]}
-    return max((rate for rate in rates if best_of(task.peers, rate, "duration")), default=-1.0)
-
-
-def worse_text(task: Task) -> str:
-    """Figures of this engine that are worse than the best peer setting's at the highest load; empty if none is."""
-    own, rate = task.own.get(CLAIMED) or next(iter(task.own.values())), highest_load(task)
+def worse_at(task: Task) -> tuple[float, str]:
+    """The highest rate that both sides served (inf: all at once, -1: none), and which figures are worse here at it."""
+    own = task.own.get(CLAIMED) or next(iter(task.own.values()))
+    rates = {rate_of(run) for run in own["runs"]}
+    rate = max((one for one in rates if best_of(task.peers, one, "duration")), default=-1.0)
     worse = dict[str, list[str]]()
     for field in (*LATENCIES, "joules_per_token"):
         value, peer = figure_of(own, rate, field), best_of(task.peers, rate, field)
@@ -197,16 +193,16 @@ def worse_text(task: Task) -> str:
     if rate < math.inf:
         on_time = [figure_of(cell, rate, "slo_attainment") or 0.0 for cell in (own, *task.peers.values())]
         load = f"{rate:.3g}/s ({100 * on_time[0]:.0f} and {100 * max(on_time[1:]):.0f} % on time)"
-    return f"{load}: {told}" if worse else ""
+    return rate, f"{load}: {told}" if worse else ""
 
 
 def task_rows(task: Task, sources: Sequence[Source]) -> list[Row]:
     """All rows of a comparison; the first has what is worse at the highest load, be it the only thing to say."""
     rows = list(goodput_rows(task) if task.is_search else load_rows(task, sources))
-    loaded = max((task, *task.older), key=highest_load)
-    if worse := worse_text(loaded):
+    (_, worse), at = max(((worse_at(one), one) for one in (task, *task.older)), key=lambda each: each[0][0])
+    if worse:
         first, *others = rows or [Row(f"{task.model}, {task.short}", "–", file=task.file)]
-        worse += "" if first.file == loaded.file else f" (`{loaded.file}`)"
+        worse += "" if first.file == at.file else f" (`{at.file}`)"
         rows = [replace(first, worse=worse), *others]
     return rows
 

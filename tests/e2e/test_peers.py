@@ -253,7 +253,7 @@ def test_bad_options(trace: Path, tmp_path: Path, options: tuple[str, ...], mess
 
 
 def test_errors_name_flags(trace: Path, tmp_path: Path) -> None:
-    assert "--first-rate must be above" in refused(run(f"{trace}@ttft:9", tmp_path / "p.json", "--first-rate", "0"))
+    assert "--first-rate must be above 0" in refused(run(f"{trace}@ttft:9", tmp_path / "p.json", "--first-rate", "0"))
 
 
 @pytest.mark.parametrize(
