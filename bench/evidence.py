@@ -212,7 +212,7 @@ def rate_of(run: Run) -> float:
 
 
 def figure_of(cell: dict[str, Any], rate: float, field: str) -> float | None:
-    """Median of a figure over the runs at a rate that served every request."""
+    """Median of a figure over the runs at a rate; a run with a failed request does not count."""
     runs = (run for run in cell["runs"] if not run["failed"] and rate_of(run) == rate)
     values = [run[field] for run in runs if run.get(field) is not None]
     return median(values) if values else None

@@ -177,7 +177,7 @@ def start_rows(sources: Sequence[Source]) -> Iterator[Row]:
 
 
 def worse_at(task: Task) -> tuple[float, str]:
-    """The highest rate that both sides served (inf: all at once, -1: none), and which figures are worse here at it."""
+    """The highest rate that both sides served (inf: all at once, -1: none), and what is worse here at that rate."""
     own = task.own.get(CLAIMED) or next(iter(task.own.values()))
     rates = {rate_of(run) for run in own["runs"]}
     rate = max((one for one in rates if best_of(task.peers, one, "duration")), default=-1.0)
@@ -285,7 +285,7 @@ This engine runs `auto`, and its best all at once. Goodput is the highest rate a
 "<": the lowest rate at which it failed; the ratio is then a bound. "Worse here": what is worse by more than 2 % at the
 highest load that both ran. At its own, higher goodput this engine has the longer tail of TTFT: a queue grows, and 10 %
 may miss. "Limit" is the time of the same kernels alone, on the same card under its power cap, or of the bytes at a
-copy's rate. Cards of one name differ by 4 %: compare figures of one card only. Most files are older than the engine.
+copy's rate. Cards of one name differ by 6 %: compare figures of one card only. Most files are older than the engine.
 
 ## Headline figures
 

@@ -27,7 +27,7 @@ from bullet_graph.cli.options import Decorator, all_of, setting_options
 from bullet_graph.cli.replay_options import burstiness_option, search_options, sweep_file_options
 from bullet_graph.cli.result_file import to_json
 from bullet_graph.cli.tables import figure, mean_of
-from bullet_graph.engine.replay import event_loop_factory
+from bullet_graph.engine.replay import event_loop_factory, json_number
 from bullet_graph.errors import BulletGraphError, ConfigError, DeviceError, EngineDeadError
 from bullet_graph.models.presets import resolve_model
 from bullet_graph.perf.energy import open_probe
@@ -164,13 +164,14 @@ def _compare(
         )
     provenance = dataclasses.asdict(collect_provenance(device))
     provenance["versions"] |= peer_versions()
-    # Older files lack these options, and are to go on. JSON has no infinity.
+    # Older files lack these options, and are to go on.
     defaults = {"sglang_options": (), "tensor_parallel_size": 1, "burstiness": 1.0}
     settings = {
-        **{name: "inf" if value == math.inf else value for name, value in options.items() if name not in _NO_SETTINGS},
+        **{name: value for name, value in options.items() if name not in _NO_SETTINGS},
         **dataclasses.asdict(setup),
         "systems": [candidate.label for candidate in candidates],
         "workloads": list(workloads),
+        "burstiness": json_number(options["burstiness"]),
         "one_at_a_time": options["one_at_a_time"],
         "event_loop": "asyncio" if event_loop_factory() is None else "uvloop",
         "device_name": provenance["device_name"],

@@ -138,7 +138,7 @@ class Comparison:
         runner: of the event loop of all systems.
         model: its name.
         vocab_size: of it.
-        arrivals: how requests arrive, but for the rate. Their seed is the prompts', too.
+        arrivals: how requests arrive, but for the rate. Their seed also draws the prompts.
         num_warmups: unmeasured requests before a system's first run of a workload.
         smoke: runs may be too short to be sustained.
         best_peer_only: give up a peer's setting once others of that peer have served each share at rates that were too

@@ -90,8 +90,8 @@ class Replay:
             model_id=model_id,
             num_prompts=len(self.served),
             num_unsent=len(self.unsent),
-            request_rate="trace" if request_rate is None else _finite(request_rate),
-            burstiness=None if request_rate is None else _finite(arrivals.burstiness),
+            request_rate="trace" if request_rate is None else json_number(request_rate),
+            burstiness=None if request_rate is None else json_number(arrivals.burstiness),
             max_concurrency=arrivals.max_concurrency,
             duration=duration_s,
             completed=len(done),
@@ -122,7 +122,7 @@ class Replay:
         )
 
 
-def _finite(value: float) -> float | str:
+def json_number(value: float) -> float | str:
     """The number, or text where JSON has no number for it."""
     return value if math.isfinite(value) else "inf"
 

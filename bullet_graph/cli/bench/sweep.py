@@ -1,7 +1,6 @@
 """``bullet-graph bench sweep``: the goodputs of policies on workloads, by bisection over the request rate."""
 
 import dataclasses
-import math
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from bullet_graph.cli.replay_options import (
 from bullet_graph.cli.result_file import IMAGE_FORMATS, check_result_file, require_extra, to_json, write_result_file
 from bullet_graph.cli.tables import goodput_table, print_table
 from bullet_graph.config import EngineConfig, Policy
+from bullet_graph.engine.replay import json_number
 from bullet_graph.errors import BulletGraphError, ConfigError
 from bullet_graph.perf.goodput_search import SHARES, GoodputSearch
 from bullet_graph.perf.provenance import collect_provenance
@@ -125,8 +125,7 @@ def sweep(
         "policies": list(dict.fromkeys(str(cell.system) for cell in cells)),
         **search,
         "smoke": smoke,
-        # JSON has no infinity.
-        "burstiness": burstiness if math.isfinite(burstiness) else "inf",
+        "burstiness": json_number(burstiness),
         "num_warmups": num_warmups,
         "device_name": provenance["device_name"],
     }
