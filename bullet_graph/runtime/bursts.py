@@ -31,34 +31,43 @@ from bullet_graph.runtime.cuda import decode_inputs, lane_stream
 from bullet_graph.runtime.eager_lane import EagerLane
 from bullet_graph.runtime.profile import Prepared
 from bullet_graph.runtime.ranks import Message, Ranks
-from bullet_graph.runtime.rows import lay_out, make_batches
+from bullet_graph.runtime.rows import Rows, lay_out, make_batches
 from bullet_graph.runtime.step import DecodeBatch, PrefillBatch
 
 _AHEAD = 2
-"""Steps in flight on each lane, as in the engine."""
+"""Launches in flight on each lane, as in the engine."""
+_SLICE_LAYERS = 8
+"""Layers of a prefill launch beside decode: the driver queues some 1,000 kernels of a stream. The host waits to queue
+another one, and decode waits for the host."""
 
 Span = tuple[int, int]
-"""The first and the last of some pieces of work, by their numbers."""
+"""The first and the last of some launches, by their numbers."""
 
 
 class FedLane:
-    """Keeps a stream busy with what ``launch`` enqueues, and records when each piece of work finished.
+    """Keeps a stream busy with what ``launch`` enqueues, and records when each launch finished.
 
-    ``announce`` is called before each launch that :meth:`feed` makes.
+    ``num_launches`` in a row make a forward. ``announce`` is called before each launch that :meth:`feed` makes.
     """
 
     def __init__(
-        self, stream: torch.cuda.Stream, launch: Callable[[], object], announce: Callable[[], object] = lambda: None
+        self,
+        stream: torch.cuda.Stream,
+        launch: Callable[[], object],
+        announce: Callable[[], object] = lambda: None,
+        num_launches: int = 1,
     ) -> None:
         self._stream = stream
         self._launch = launch
         self._announce = announce
+        self._num_launches = num_launches
+        self._enough = MIN_INTERVALS * num_launches
         self._ends: list[torch.cuda.Event] = []
         self._done_s: list[float] = []
 
     @property
     def has_enough(self) -> bool:
-        return len(self._done_s) > MIN_INTERVALS
+        return len(self._done_s) > self._enough
 
     def poll(self) -> None:
         """Record finished work."""
@@ -67,7 +76,7 @@ class FedLane:
 
     def feed(self, until_s: float) -> None:
         """Launch if there is room and the work in flight may finish before ``until_s``."""
-        if self._num_pending == _AHEAD or (len(self._ends) > MIN_INTERVALS and self._busy_until_s() > until_s):
+        if self._num_pending == _AHEAD or (len(self._ends) > self._enough and self._busy_until_s() > until_s):
             return
         self._announce()
         self.launch()
@@ -80,14 +89,15 @@ class FedLane:
         self._ends.append(event)
 
     def span(self, from_s: float) -> Span:
-        """The pieces of work that finished from ``from_s`` on, or the last few."""
+        """The launches that finished from ``from_s`` on, or the last few, in whole forwards."""
         last = len(self._done_s) - 1
-        return min(bisect_left(self._done_s, from_s), last - MIN_INTERVALS), last
+        num_launches = last - min(bisect_left(self._done_s, from_s), last - self._enough)
+        return last - num_launches + num_launches % self._num_launches, last
 
     def interval_ms(self, span: Span) -> float:
-        """Mean time between one finish and the next."""
+        """Mean time between the end of one forward and the next."""
         first, last = span
-        return float(self._ends[first].elapsed_time(self._ends[last])) / (last - first)
+        return float(self._ends[first].elapsed_time(self._ends[last])) / (last - first) * self._num_launches
 
     @property
     def _num_pending(self) -> int:
@@ -101,7 +111,7 @@ class FedLane:
 
 
 def run_burst(lanes: Sequence[FedLane], burst_s: float) -> tuple[Span, ...]:
-    """Keep all lanes busy for ``burst_s`` after a warm-up, or longer if needed; returns the work to time, by lane."""
+    """Keep all lanes busy for ``burst_s`` after a warm-up, or longer if needed; returns the launches to time."""
     start_s = time.perf_counter()
     end_s = start_s + WARM_S + burst_s
     while (now_s := time.perf_counter()) < end_s or not all(lane.has_enough for lane in lanes):
@@ -132,6 +142,7 @@ class Workbench:
     ) -> None:
         self._ranks = ranks
         self.num_ranks = decoder.config.num_ranks
+        self._num_layers = decoder.config.num_layers
         device = decoder.cos_sin.device
         self.num_sms = torch.cuda.get_device_properties(device).multi_processor_count
         self._backend = backend
@@ -248,11 +259,22 @@ class Workbench:
         if point.kind in ("prefill", "split"):
             chunk = lay_out(self._chunk(point), None, KV_BLOCK_TOKENS)
             # On the whole GPU as on the decode lane, with piecewise graphs.
-            whole_gpu = partition == WHOLE_GPU
-            stream = self._stream("prefill", partition)
-            run = partial(self._eager.run, chunk, whole_gpu=whole_gpu)
-            lanes.append(FedLane(stream, run, partial(announce, len(lanes))))
+            run, num_launches = partial(self._eager.run, chunk, whole_gpu=partition == WHOLE_GPU), 1
+            if point.kind == "split":
+                run, num_launches = partial(next, self._slices(chunk)), -(-self._num_layers // _SLICE_LAYERS)
+            lanes.append(FedLane(self._stream("prefill", partition), run, partial(announce, len(lanes)), num_launches))
         return lanes
+
+    def _slices(self, chunk: Rows) -> Iterator[None]:
+        """Forward after forward on a part of the GPU, a slice of layers at a time, as the engine launches them."""
+        while True:
+            forward = self._eager.begin(chunk, whole_gpu=False)
+            for first in range(0, self._num_layers, _SLICE_LAYERS):
+                last = first + _SLICE_LAYERS if first + _SLICE_LAYERS < self._num_layers else None
+                forward = self._eager.run_layers(forward, first, last, whole_gpu=False)
+                if last is None:
+                    self._eager.finish(forward)
+                yield
 
     def _stream(self, lane: Lane, partition: SmPartition) -> torch.cuda.Stream:
         return lane_stream(self._backend, lane, partition, self.device)

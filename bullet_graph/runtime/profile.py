@@ -161,7 +161,8 @@ def profile_model(
         with open_workbench(prepared, progress=progress, communicators=communicators, ranks=ranks) as (bench, why):
             provenance["partition_backend"] = why
             tell(f"partitions: {why}")
-            tell(f"{bench.capture(plan.points, progress=progress)} decode graphs captured")
+            left = [point for point in plan.points if len(measured[point]) < plan.num_passes]
+            tell(f"{bench.capture(left, progress=progress)} decode graphs captured")
             try:
                 for done in _measure(bench, plan, measured, time_budget_s or plan.guessed_s, progress):
                     passes.append(dataclasses.asdict(done))

@@ -16,13 +16,14 @@ pytest.importorskip("triton", reason="Triton is published for Linux only")
 from decoders import new_decoder
 from fakes.flashinfer_prefill import install
 
-from bullet_graph.config import KV_BLOCK_TOKENS, EngineConfig
+from bullet_graph.config import KV_BLOCK_TOKENS as BLOCK_TOKENS
+from bullet_graph.config import EngineConfig
 from bullet_graph.errors import PartitionError
 from bullet_graph.models.presets import PRESETS
 from bullet_graph.perf.profile_plan import ProfileLimits, ProfilePoint
-from bullet_graph.runtime import profile
+from bullet_graph.runtime import bursts, profile
 from bullet_graph.runtime.build import plan_ledger
-from bullet_graph.runtime.bursts import FedLane, Workbench
+from bullet_graph.runtime.bursts import FedLane, Workbench, run_burst
 from bullet_graph.runtime.resolve import resolve
 from bullet_graph.runtime.rows import lay_out
 from bullet_graph.runtime.tensor_parallel import of_rank
@@ -33,24 +34,71 @@ CPU = torch.device("cpu")
 NUM_BLOCKS, MAX_BATCH_SIZE = 16, 4
 
 
-@torch.inference_mode()
-def test_a_prompt_beside_the_most_rows_that_decode(monkeypatch: pytest.MonkeyPatch) -> None:
+def new_bench(monkeypatch: pytest.MonkeyPatch, num_layers: int) -> Workbench:
     install(monkeypatch)
-    for name in ("synchronize", "graph_pool_handle"):
-        monkeypatch.setattr(torch.cuda, name, lambda: None)
-    config = replace(PRESETS["tiny"], num_layers=1)
+    for name, fake in (("synchronize", lambda: None), ("graph_pool_handle", lambda: None), ("stream", nullcontext)):
+        monkeypatch.setattr(torch.cuda, name, fake)
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    monkeypatch.setattr(bursts, "lane_stream", lambda *_: None)
     backend: Any = None
-    bench = Workbench(
-        new_decoder(config, num_blocks=NUM_BLOCKS, block_tokens=KV_BLOCK_TOKENS),
+    return Workbench(
+        new_decoder(replace(PRESETS["tiny"], num_layers=num_layers), num_blocks=NUM_BLOCKS, block_tokens=BLOCK_TOKENS),
         backend,
-        limits=ProfileLimits(MAX_BATCH_SIZE, 8, 64, NUM_BLOCKS * KV_BLOCK_TOKENS),
+        limits=ProfileLimits(MAX_BATCH_SIZE, 8, 64, NUM_BLOCKS * BLOCK_TOKENS),
         seed=0,
     )
+
+
+@torch.inference_mode()
+def test_a_prompt_beside_the_most_rows_that_decode(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = new_bench(monkeypatch, num_layers=1)
     point = ProfilePoint("mixed", batch_size=MAX_BATCH_SIZE, context_tokens=20, tokens=8, cached_tokens=20)
-    logits, _ = bench._eager.run(lay_out(bench._chunk(point), bench._decode_rows(point), KV_BLOCK_TOKENS))
+    logits, _ = bench._eager.run(lay_out(bench._chunk(point), bench._decode_rows(point), BLOCK_TOKENS))
     # All of them are sampled, and one more.
-    assert logits.shape == (MAX_BATCH_SIZE + 1, config.vocab_size)
+    assert logits.shape == (MAX_BATCH_SIZE + 1, PRESETS["tiny"].vocab_size)
     assert logits.isfinite().all()
+
+
+@torch.inference_mode()
+def test_prompts_beside_decode_are_launched_in_slices_of_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = new_bench(monkeypatch, num_layers=17)
+    bench.num_sms = 132
+    point = ProfilePoint("split", sms=32, batch_size=1, context_tokens=8, tokens=8)
+    whole, _ = bench._eager.run(lay_out(bench._chunk(point), None, BLOCK_TOKENS), whole_gpu=False)
+    ranges: list[tuple[int, int | None]] = []
+    logits: list[torch.Tensor] = []
+    run_layers, finish = bench._eager.run_layers, bench._eager.finish
+
+    def noted_layers(forward: Any, first: int = 0, last: int | None = None, *, whole_gpu: bool = True) -> Any:
+        ranges.append((first, last))
+        assert not whole_gpu
+        return run_layers(forward, first, last, whole_gpu=whole_gpu)
+
+    def noted_logits(forward: Any) -> Any:
+        logits.append(finish(forward)[0])
+
+    monkeypatch.setattr(bench._eager, "run_layers", noted_layers)
+    monkeypatch.setattr(bench._eager, "finish", noted_logits)
+    lane = bench.lanes(point)[1]
+    for _ in range(6):
+        lane.launch()
+    assert ranges == [(0, 8), (8, 16), (16, None)] * 2
+    for each in logits:
+        torch.testing.assert_close(each, whole, rtol=0, atol=0)
+    assert len(logits) == 2
+
+
+def test_a_time_is_of_whole_forwards(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "stream", nullcontext)
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    stream: Any = None
+    lane = FedLane(stream, lambda: None, num_launches=4)
+    ((first, last),) = run_burst([lane], 0.02)
+    assert (last - first) % 4 == 0
+    assert last - first >= 12
+    # The events are 10 ms apart, whatever their number.
+    assert lane.interval_ms((first, last)) == pytest.approx(10 / ((last - first) / 4))
 
 
 SLOW = "slow rank"
