@@ -27,6 +27,12 @@ def attention_pairs(tokens: int, cached_tokens: int = 0) -> float:
     return tokens * (cached_tokens + (tokens + 1) / 2)
 
 
+def full_rows(rows: int) -> int:
+    """The rows of the tiles that ``rows`` take: matrix kernels compute 128 rows at a time, of fewer than that 64."""
+    tile = 64 if rows <= 64 else 128
+    return -(-rows // tile) * tile
+
+
 class PerformanceModel(Protocol):
     """Predicts step times of one model on one GPU; a call costs some microseconds.
 

@@ -7,7 +7,7 @@ from itertools import accumulate
 
 from bullet_graph.errors import PerfTableError
 from bullet_graph.hardware import gpu_spec
-from bullet_graph.perf.performance import Prediction, SplitPrediction, attention_pairs
+from bullet_graph.perf.performance import Prediction, SplitPrediction, attention_pairs, full_rows
 from bullet_graph.perf.roofline import CHUNK_STEP_TOKENS, DecoderShape, Roofline
 from bullet_graph.perf.surface import NOTHING_MEASURED, Surface, clamp_cells, fill_like, fill_surface, nodes_around
 from bullet_graph.perf.table import (
@@ -285,10 +285,14 @@ class MixedTimes:
     A forward has three parts: the attention of its prompt rows (a slope in their depth, from prefill alone), that of
     its decode rows (a slope in KV tokens, from the mixed points, else from decode alone), and the rest, a surface over
     prompt rows and decode rows. Without mixed points the rest is a prefill of all rows together. ``points`` are (prompt
-    rows, decode rows, context, milliseconds); ``decode`` and ``prefill`` are alone on the whole GPU.
+    rows, decode rows, context, milliseconds); ``decode`` and ``prefill`` are alone on the whole GPU. Where all points
+    fill their tiles, other forwards take as long as those that do.
     """
 
     def __init__(self, points: Sequence[tuple[int, int, int, float]], decode: Surface, prefill: Surface) -> None:
+        self._fill = bool(points) and all(
+            full_rows(tokens + batch_size) == tokens + batch_size for tokens, batch_size, _, _ in points
+        )
         measured_xs = sorted({float(tokens) for tokens, _, _, _ in points})
         measured_ys = sorted({float(batch_size) for _, batch_size, _, _ in points})
         xs = sorted({*prefill.xs, *measured_xs})
@@ -311,8 +315,9 @@ class MixedTimes:
 
     def __call__(self, tokens: int, pairs: float, batch_size: int, kv_tokens: float) -> tuple[float, bool]:
         """Milliseconds, and whether rows and batch lie within the measured range."""
+        filled = full_rows(tokens + batch_size) - batch_size if self._fill else tokens
         ms = (
-            self._rest(tokens, batch_size)
+            self._rest(filled, batch_size)
             + _interpolate(self._xs, self._depth_ms, tokens) * pairs / tokens
             + _interpolate(self._ys, self._kv_ms, batch_size) * kv_tokens
         )

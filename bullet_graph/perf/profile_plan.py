@@ -146,21 +146,22 @@ def _at_level(level: int, num_sms: int, decode_sms: Sequence[int], limits: Profi
         if level == 0:
             yield ProfilePoint("prefill", sms, tokens=2048, cached_tokens=4096)
     for sizes, batch_sizes, context in _MIXED[level]:
-        for tokens, batch_size in itertools.product(sizes, batch_sizes):
-            yield ProfilePoint("mixed", None, batch_size, context, tokens)
+        for rows, batch_size in itertools.product(sizes, batch_sizes):
+            if rows > batch_size:
+                yield ProfilePoint("mixed", None, batch_size, context, rows - batch_size)
     for sms in decode_sms:
         for batch_size, context, tokens in _SPLIT[level]:
             yield ProfilePoint("split", sms, batch_size, context, tokens)
 
 
-# By level: chunk rows, batch sizes and context of mixed forwards.
+# By level: rows of mixed forwards, which fill their tiles, decode rows among them, and their context.
 _MIXED = (
-    (((64, 128, 256, 512, 1024, 2048), (16, 64, 256), 1000), ((256, 2048), (64, 256), 3000)),
+    (((64, 128, 256, 384, 512, 1024, 2048), (16, 64, 256), 1000), ((512, 2048), (64, 256), 3000)),
     (
-        ((64, 128, 256, 384, 512, 1024, 2048), (128,), 1000),
-        ((384,), (16, 64, 256), 1000),
+        ((256, 384, 512, 640, 1024, 2048), (128,), 1000),
+        ((640, 768), (16, 64, 256), 1000),
         ((4096, 8192), (16, 256), 1000),
-        ((512, 2048), (1, 512), 1000),
+        ((640, 2048), (1, 512), 1000),
     ),
 )
 # By level: batch size, context and chunk rows of splits.

@@ -8,7 +8,7 @@ from functools import cached_property
 from itertools import product, takewhile
 from typing import Literal, NamedTuple, get_args
 
-from bullet_graph.perf.performance import PerformanceModel, Prediction, attention_pairs
+from bullet_graph.perf.performance import PerformanceModel, Prediction, attention_pairs, full_rows
 from bullet_graph.planner.plan import DecodeLoad, Load, Option, PolicyName
 from bullet_graph.planner.tuning import TUNING
 
@@ -210,12 +210,12 @@ class Options:
         """
         most = min(self._predictor.max_chunk_tokens, self.backlog.tokens)
         halvings = range(max((most // TUNING.least_chunk_tokens).bit_length(), 1))
+        sizes = [full_rows(self.batch_size + (most >> halving)) - self.batch_size for halving in halvings]
         if self.limit_ms == math.inf:
-            return [self.mixed(most >> halving) for halving in halvings]
+            return [self.mixed(tokens) for tokens in sizes]
         steady = self.largest_mixed() or self.mixed(TUNING.floor_tokens)
         cost_ms = self._added_ms_per_token(steady)
-        sizes = (most >> halving for halving in reversed(halvings))
-        larger = (self.mixed(tokens) for tokens in sizes if tokens > steady.chunk_tokens)
+        larger = (self.mixed(tokens) for tokens in reversed(sizes) if tokens > steady.chunk_tokens)
         bursts = takewhile(lambda option: option.interval_ms <= self._burst_ms, larger)
         return [steady, *(replace(o, holds_tpot=True) for o in bursts if self._added_ms_per_token(o) <= cost_ms)]
 

@@ -97,6 +97,28 @@ def test_mixed_points_at_two_contexts_give_the_slope() -> None:
     assert predicted.measured
 
 
+def test_a_mixed_forward_takes_as_long_as_its_full_tiles() -> None:
+    def made(*rows: int) -> TableModel:
+        points = {
+            ProfilePoint("mixed", None, batch_size, context, total - batch_size): [(total / 16 + context / 500,)]
+            for total in rows
+            for batch_size in (16, 64)
+            for context in (1000, 3000)
+        }
+        return with_points("mixed", points)
+
+    def ms(table: TableModel, tokens: int, batch_size: int = 16) -> float:
+        # As many pairs for all, so that the rows alone count.
+        return table.mixed(tokens, attention_pairs(112), batch_size, 16_000).ms
+
+    full, part = made(128, 256, 512), made(144, 256, 512)
+    assert ms(full, 100) == pytest.approx(ms(full, 112), abs=0.01)
+    assert ms(full, 113) == pytest.approx(ms(full, 240), abs=0.01) == pytest.approx(ms(full, 112) + 8, abs=0.1)
+    assert ms(full, 320) == pytest.approx((ms(full, 240) + ms(full, 496)) / 2, rel=0.03)
+    # Where points end within a tile, as in older tables, times rise with the rows.
+    assert ms(part, 113) < ms(part, 130) < ms(part, 240)
+
+
 def test_without_mixed_points_the_parts_are_added_up_and_flagged() -> None:
     predicted = (TableModel(h200_table(mixed=False), LLAMA_8B)).mixed(1024, attention_pairs(1024), 64, 64_000)
     assert predicted.ms == pytest.approx(perf_tables.mixed_ms(1024, 64, 1000), rel=0.06)

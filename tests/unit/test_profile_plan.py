@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from bullet_graph.errors import ConfigError
 from bullet_graph.hardware import H200 as H200_SPEC
-from bullet_graph.perf.performance import attention_pairs
+from bullet_graph.perf.performance import attention_pairs, full_rows
 from bullet_graph.perf.profile_plan import MIN_INTERVALS, WARM_S, ProfileLimits, ProfilePlan, plan_profile, seconds_of
 from bullet_graph.perf.roofline import Roofline
 from bullet_graph.perf.table import KINDS, ProfilePoint
@@ -54,6 +54,7 @@ def test_every_plan(limits: ProfileLimits, decode_sms: tuple[int, ...], seed: in
     assert len(set(made.points)) == len(made.points)
     assert not set(made.held_back) & set(made.grid)
     assert all(limits.allows(point) for point in made.points)
+    assert all(full_rows(p.tokens + p.batch_size) == p.tokens + p.batch_size for p in made.grid if p.kind == "mixed")
     assert made.num_passes >= 3
     total_s = made.num_passes * sum(seconds_of(point, made.burst_s, MODEL) for point in made.points)
     assert total_s <= budget_s
