@@ -1,4 +1,4 @@
-"""Two ranks whose sums run while a kernel holds SMs: the proof that collectives keep to their lane."""
+"""Two ranks whose sums run while a kernel holds SMs, to prove that they keep to their lane, or behind a late rank."""
 
 import ctypes
 import time
@@ -84,3 +84,32 @@ def run_sums_beside_held_sms(rank: int, folder: Path) -> None:
         each.close()
     backend.close()
     assert finished == {"decode": False, "prefill": True}, finished
+
+
+def run_sums_behind_a_late_rank(rank: int, folder: Path) -> None:
+    """One of two ranks: a hundred captured sums, for which rank 1 comes 5 ms late every other time."""
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    made: dict[Lane, Communicator] = {}
+    make_communicators(folder, rank, 2, device, made)
+    x = torch.zeros(384, 8192, dtype=torch.bfloat16, device=device)
+    stream, times_ms = torch.cuda.Stream(device), []
+    with torch.cuda.stream(stream):
+        made["decode"].all_reduce(x)
+        stream.synchronize()
+        with captured(torch.cuda.graph_pool_handle()) as graph:
+            for _ in range(100):
+                made["decode"].all_reduce(x)
+        for late in (False, True) * 5:
+            # Both ranks begin at the same time.
+            made["prefill"].all_reduce(x)
+            stream.synchronize()
+            start_s = time.perf_counter()
+            time.sleep(0.005 * late * rank)
+            graph.replay()
+            stream.synchronize()
+            times_ms.append((time.perf_counter() - start_s) * 1e3)
+    del graph
+    for each in made.values():
+        each.close()
+    assert max(times_ms[1::2]) < min(times_ms) + 15, times_ms

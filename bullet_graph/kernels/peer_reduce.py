@@ -32,9 +32,12 @@ ENDED = 2**62
 _FEW_PROGRAMS = 64
 _MIN_BLOCK = 1024
 _WORD_BYTES = 8
+_LOOKS = 2**17
+"""A program that waits reads the host's word after so many looks of 0.4 to 0.8 µs. A launch's reads take turns, 0.8 µs
+a warp, 10 ms in all for 512 rows. If a wait of 10 ms made the other rank read at the next sum, then this one, and so
+on, each sum would take as long: 384 rows took 1.4 s a step instead of 35 ms (bench/LOG.md)."""
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _PROGRAMS, _BLOCK, _SHARED, _ENDED = (tl.constexpr(n) for n in (MAX_PROGRAMS, BLOCK_BYTES, SHARED_BYTES, ENDED))
-_LOOKS = tl.constexpr(256)
 
 
 def memory_bytes(num_ranks: int) -> int:
@@ -43,10 +46,13 @@ def memory_bytes(num_ranks: int) -> int:
 
 
 @triton.jit
-def all_reduce_kernel(x_ptr, bases_ptr, num_elements, RANK: tl.constexpr, RANKS: tl.constexpr, BLOCK: tl.constexpr):
+def all_reduce_kernel(
+    x_ptr, bases_ptr, num_elements, RANK: tl.constexpr, RANKS: tl.constexpr, BLOCK: tl.constexpr, LOOKS: tl.constexpr
+):
     """Add up all ranks' x in float32, in the order of ranks, in place.
 
-    ``bases_ptr`` has the ranks' memories, and behind them the host's word, which becomes ENDED when all shall end.
+    ``bases_ptr`` has the ranks' memories, and behind them the host's word, which becomes ENDED when all shall end. It
+    is read after LOOKS looks for another rank.
     """
     program = tl.program_id(0)
     columns = tl.arange(0, BLOCK)
@@ -76,8 +82,8 @@ def all_reduce_kernel(x_ptr, bases_ptr, num_elements, RANK: tl.constexpr, RANKS:
             looks = 0
             while last < turn:
                 looks += 1
-                # Seldom: the host's memory is far. The atomic operation gives all threads one value: the last look's.
-                if looks % _LOOKS == 0:
+                # The atomic operation gives all threads one value: the last look's.
+                if looks % LOOKS == 0:
                     word = tl.load(tl.load(bases_ptr + RANKS).to(words), volatile=True)
                     ended = tl.atomic_max(told + RANK, word)
                 last = tl.maximum(tl.atomic_add(told + other, 0, sem="acquire", scope="sys"), ended)
@@ -128,7 +134,12 @@ class PeerCommunicator(Communicator):
         if block is None:
             return self._inner.all_reduce(x)
         quick(all_reduce_kernel)[(triton.cdiv(x.numel(), block),)](
-            *(x, self._bases, x.numel()), RANK=self.rank, RANKS=self.num_ranks, BLOCK=block, num_warps=block // 256
+            *(x, self._bases, x.numel()),
+            RANK=self.rank,
+            RANKS=self.num_ranks,
+            BLOCK=block,
+            LOOKS=_LOOKS,
+            num_warps=block // 256,
         )
         return x
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from engines import run_to_end
 from gpu_requests import GREEDY, open_engine, prompts
-from held_sms import run_sums_beside_held_sms
+from held_sms import run_sums_behind_a_late_rank, run_sums_beside_held_sms
 from noise import Checkpoint, check_against_transformers
 from torch.multiprocessing.spawn import spawn
 
@@ -103,6 +103,11 @@ def test_ranks_that_are_late_at_random(model: Checkpoint, request: pytest.Fixtur
 def test_sums_run_on_their_lanes_sms(tmp_path: Path) -> None:
     """While other kernels hold a lane's SMs, its sums wait; while they hold all others, its sums run."""
     spawn(run_sums_beside_held_sms, (tmp_path,), nprocs=2)
+
+
+def test_sums_take_no_longer_behind_a_late_rank(tmp_path: Path) -> None:
+    """Once all ranks are there, each reads the host's word no more."""
+    spawn(run_sums_behind_a_late_rank, (tmp_path,), nprocs=2)
 
 
 def test_a_killed_rank_ends_every_request(model: Checkpoint) -> None:

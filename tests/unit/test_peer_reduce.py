@@ -52,7 +52,7 @@ class Ranks:
 
     def run(self, x: Tensor, block: int) -> None:
         grid = (-(-len(x) // block),)
-        all_reduce_kernel[grid](x, self.bases, len(x), RANK=self.own, RANKS=self.num_ranks, BLOCK=block)
+        all_reduce_kernel[grid](x, self.bases, len(x), RANK=self.own, RANKS=self.num_ranks, BLOCK=block, LOOKS=256)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
