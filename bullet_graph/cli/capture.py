@@ -344,8 +344,7 @@ def prune(
       bullet-graph capture prune --unused-for 12h --dry-run
       bullet-graph capture prune 3f2a
     """
-    has_rule = unused_for is not None or max_size is not None
-    if bool(entries) == has_rule:
+    if bool(entries) == (unused_for is not None or max_size is not None):
         raise click.UsageError("say what to remove: either ENTRY, or --unused-for and --max-size")
     if entries:
         names = list(dict.fromkeys(_full_name(store, entry) for entry in entries))

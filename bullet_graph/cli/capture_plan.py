@@ -17,6 +17,7 @@ from bullet_graph.cli.simulate import Simulator
 from bullet_graph.cli.tables import print_line
 from bullet_graph.config import EngineConfig, Policy
 from bullet_graph.engine.capture_proposal import Budget, CaptureUsage, propose
+from bullet_graph.engine.replay import json_number
 from bullet_graph.graphs.capture_plan import default_plan, format_plan
 from bullet_graph.models.progress import progress_bar
 from bullet_graph.workloads import Arrivals
@@ -90,11 +91,13 @@ def plan(
     if output is not None:
         write_result_file(output, text.rstrip("\n"))
     if as_json:
+        limits = (("memory_gb", memory_gb), ("time_s", time_s))
         fields = simulator.describe() | {
             "model": config.model,
             "policy": str(config.policy),
-            "request_rate": "trace" if request_rate is None else _finite(request_rate, "inf"),
-            "budget": {"memory_gb": _finite(memory_gb), "time_s": _finite(time_s)},
+            "request_rate": "trace" if request_rate is None else json_number(request_rate),
+            # JSON has no infinity.
+            "budget": {name: None if math.isinf(most) else most for name, most in limits},
             "seen": _seen(usage),
             "plan": dataclasses.asdict(proposed),
             "num_decode_graphs": proposed.num_decode_graphs,
@@ -128,8 +131,3 @@ def _seen(usage: CaptureUsage) -> list[dict[str, Any]]:
         {"captured_for": key, "rows": rows, "num_steps": count, "share": count / total}
         for (key, rows), count in counts.items()
     ]
-
-
-def _finite(value: float, infinite: str | None = None) -> float | str | None:
-    # JSON has no infinity.
-    return infinite if math.isinf(value) else value

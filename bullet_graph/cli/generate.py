@@ -135,11 +135,10 @@ class OrderedPrinter:
     """
 
     def __init__(self, labels: Sequence[str]) -> None:
-        headings = [f"=== {label}\n" for label in labels] if len(labels) > 1 else [""] * len(labels)
-        self._waiting = headings
+        self._waiting = [f"=== {label}\n" for label in labels] if len(labels) > 1 else [""] * len(labels)
         self._ended = [False for _ in labels]
         self._current = 0
-        click.echo("".join(headings[:1]), nl=False)
+        click.echo("".join(self._waiting[:1]), nl=False)
 
     def push(self, stream: int, text: str) -> None:
         """Add text to a stream."""

@@ -126,9 +126,8 @@ def fit_max_num_seqs(config: EngineConfig, num_sequences: int) -> EngineConfig:
 
     A capture plan or a capture cache is for one number of sequences, and keeps it.
     """
-    if config.capture_plan is not None or config.capture_cache is not None:
-        return config
-    if click.get_current_context().get_parameter_source("max_num_seqs") is not ParameterSource.DEFAULT:
+    is_given = click.get_current_context().get_parameter_source("max_num_seqs") is not ParameterSource.DEFAULT
+    if is_given or config.capture_plan is not None or config.capture_cache is not None:
         return config
     return dataclasses.replace(config, max_num_seqs=min(config.max_num_seqs, num_sequences))
 

@@ -79,7 +79,6 @@ class Simulator:
         self.arrivals = arrivals
         self._host_overhead_ms = host_overhead_ms
         found = resolve_model(config.model, config.revision)
-        folder = found.folder
         whole = in_formats(found.config, quantization=config.quantization, kv_cache_dtype=config.kv_cache_dtype)
         limit = whole.max_position_embeddings
         self.max_model_len = config.max_model_len or limit
@@ -94,8 +93,7 @@ class Simulator:
             spec = _known_gpu(gpu.removeprefix(_ROOFLINE_PREFIX))
             self.gpu, memory_bytes = spec.name, spec.memory_bytes
             self.times = "roofline" if spec.is_measured else "roofline of an unmeasured GPU"
-            self.unpadded = Roofline(spec, self.model, dtype_bytes=DTYPE_BYTES[self.dtype])
-            self.performance = self.unpadded
+            self.performance = self.unpadded = Roofline(spec, self.model, dtype_bytes=DTYPE_BYTES[self.dtype])
         else:
             format_of_table = format_name(self.dtype, shape_numbers(self.model))
             table = for_lengths(load_table(gpu, model=found.name, dtype=format_of_table), self.max_model_len)
@@ -114,7 +112,7 @@ class Simulator:
         if self.capture_plan is not None:
             self.performance = self._padded(self.capture_plan.padded)
         self.kv_cache_tokens = self._kv_cache_tokens(memory_bytes)
-        tokenizer = None if folder is None else Tokenizer.from_folder(folder)
+        tokenizer = None if found.folder is None else Tokenizer.from_folder(found.folder)
         tokenize = None if tokenizer is None else tokenizer.encode
         self.workload = load_workload(trace, num_requests=num_prompts, seed=config.seed, tokenize=tokenize)
 

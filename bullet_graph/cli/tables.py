@@ -113,8 +113,7 @@ def print_replays(title: str, named: Mapping[str, ReplayRun]) -> None:
     add("KV blocks, peak, %", [None if not total else (peak or 0.0) / total for peak, total in blocks], 1)
     shares = [run.get("policy_shares") or {} for run in runs.values()]
     for policy in sorted({policy for share in shares for policy in share}):
-        label = f"device time in {policy}, %"
-        add(label, [100 * share[policy] if policy in share else None for share in shares], 1)
+        add(f"device time in {policy}, %", [100 * share[policy] if policy in share else None for share in shares], 1)
     for label, field in (("power, mean, W", "power_w"), ("SM clock, mean, MHz", "sm_clock_mhz")):
         add(label, [mean_of(run.get("device"), field) for run in runs.values()])
     add("energy, J", of("energy_joules"))

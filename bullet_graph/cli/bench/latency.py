@@ -161,8 +161,7 @@ def _print(fields: dict[str, Any]) -> None:
     if step is not None:
         rows["decode step, median"] = f"{step['p50']:,.3f} ms · {fields['achieved_gb_per_s']:,.1f} GB/s"
         rows["decode step, p99"] = f"{step['p99']:,.3f} ms"
-        share = f"{fields['share_of_copy_percent']:.1f} % of {fields['copy_gb_per_s']:,.1f} GB/s"
-        rows["of the measured copy"] = share
+        rows["of the measured copy"] = f"{fields['share_of_copy_percent']:.1f} % of {fields['copy_gb_per_s']:,.1f} GB/s"
     rows["steps, preemptions"] = f"{fields['num_steps']:,}, {fields['num_preemptions']:,}"
     for label, field in (("power, mean, W", "power_w"), ("SM clock, mean, MHz", "sm_clock_mhz")):
         if (value := mean_of(fields["device"], field)) is not None:

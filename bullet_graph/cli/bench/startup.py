@@ -108,11 +108,8 @@ def startup(config: EngineConfig, num_iters_cold: int, num_iters_warm: int, plot
     fields: dict[str, Any] = {}
     for kind, of_kind in runs.items():
         fields |= _kind_fields(kind, of_kind)
-    fields |= {
-        **describe_config(config, runtime),
-        "energy_joules": monitor.report.energy_joules,
-        "provenance": provenance,
-    }
+    fields |= describe_config(config, runtime)
+    fields |= {"energy_joules": monitor.report.energy_joules, "provenance": provenance}
     title = f"{config.model}, {fields['dtype']}, on {provenance['device_name']}"
     output.emit(fields, lambda: _print(title, runs, fields))
     if plot is not None:
