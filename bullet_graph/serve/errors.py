@@ -102,8 +102,7 @@ class ApiError(Exception):
 
 def shutting_down() -> ApiError:
     """What a server says that drains."""
-    text = "the server is shutting down: ask another"
-    return ApiError(503, text, code="shutting_down", headers={"Retry-After": "5"})
+    return ApiError(503, "the server is shutting down: ask another", code="shutting_down", headers={"Retry-After": "5"})
 
 
 def read_request(kind: type[M], body: object) -> M:

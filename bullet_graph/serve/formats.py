@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any, ClassVar
 
 import pydantic_core
@@ -144,13 +145,9 @@ class CompletionFormat(AnswerFormat):
         return {"text": output.text}, output.finish_reason
 
     def _logprobs(self, choice: int, entries: Sequence[TokenLogprobs]) -> dict[str, Any]:
-        texts, offset = self.texts, self._offsets.get(choice, 0)
+        texts = self.texts
         tokens = [texts(entry.token_id) for entry in entries]
-        offsets = []
-        for token in tokens:
-            offsets.append(offset)
-            offset += len(token)
-        self._offsets[choice] = offset
+        *offsets, self._offsets[choice] = accumulate(map(len, tokens), initial=self._offsets.get(choice, 0))
         logprobs = [None if math.isnan(entry.logprob) else _finite(entry.logprob) for entry in entries]
         # Tokens with the same text share a key: the most probable one wins.
         tops = [
@@ -197,8 +194,7 @@ class ChatFormat(AnswerFormat):
         calls = {"tool_calls": tool_calls(deltas, streamed=streamed)} if deltas else {}
         if streamed:
             return {"delta": ({"content": words} if (words or self._parsers is None) else {}) | calls}, reason
-        content = words if words or not calls else None
-        return {"message": {"role": "assistant", "content": content, **calls}}, reason
+        return {"message": {"role": "assistant", "content": words if words or not calls else None, **calls}}, reason
 
     def _logprobs(self, choice: int, entries: Sequence[TokenLogprobs]) -> dict[str, Any]:
         del choice

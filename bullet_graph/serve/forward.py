@@ -119,7 +119,6 @@ def prompt_keys(body: bytes) -> list[bytes]:
     prompt, messages = request.get("prompt"), request.get("messages")
     if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
         prompt = prompt[0]
-    parts: list[bytes] = []
     if isinstance(prompt, list):
         parts = [to_json(prompt[i : i + _TOKENS]) for i in range(0, len(prompt) - _TOKENS + 1, _TOKENS)]
     else:
@@ -132,8 +131,7 @@ def prompt_keys(body: bytes) -> list[bytes]:
     shared = [request.get(name) for name in ("cache_salt", "tools", "chat_template_kwargs")]
     key, keys = to_json([*shared, prompt is None]), list[bytes]()
     for part in parts[:_MOST_BLOCKS]:
-        key = hashlib.blake2b(key + part, digest_size=16).digest()
-        keys.append(key)
+        keys.append(key := hashlib.blake2b(key + part, digest_size=16).digest())
     return keys
 
 

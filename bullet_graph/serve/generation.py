@@ -157,8 +157,7 @@ class Generation:
                         more = {"usage": tally.usage}
                     if choice not in opened:
                         opened.add(choice)
-                        opening = written.opening(choice, index, more)
-                        if opening:
+                        if opening := written.opening(choice, index, more):
                             yield opening
                     if delta.finish_reason:
                         ended.add(choice)

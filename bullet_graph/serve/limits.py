@@ -220,6 +220,4 @@ class Gate(Drained):
     def retry_after_s(self) -> int:
         """Expected time until a place in the queue is free: the mean time between the last requests' ends."""
         ended = self._ended_s
-        if len(ended) < 2:
-            return 1
-        return min(max(math.ceil((self._clock() - ended[0]) / len(ended)), 1), 60)
+        return 1 if len(ended) < 2 else min(max(math.ceil((self._clock() - ended[0]) / len(ended)), 1), 60)

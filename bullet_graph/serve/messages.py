@@ -94,9 +94,7 @@ class Message(_Said):
 
     def for_template(self) -> dict[str, Any]:
         """The form of chat templates; ``developer`` is OpenAI's newer name of ``system``. Raises PromptError."""
-        content = self.content or ""
-        if not isinstance(content, str):
-            content = "".join(part.text for part in content)
+        content = "".join(part.text for part in self.content) if isinstance(self.content, list) else self.content or ""
         message: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": content}
         message |= self.model_dump(include={"name", "tool_call_id"}, exclude_none=True)
         # Templates ask whether the key is there.

@@ -19,8 +19,7 @@ _MOST_FIELDS = 100
 
 _HARMLESS = frozenset(
     {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "session_id"}
-    | {"request_id"}
-    | {"prompt_cache_retention", "truncation_side", "return_mm_kwargs", "return_token_offsets"}
+    | {"request_id", "prompt_cache_retention", "truncation_side", "return_mm_kwargs", "return_token_offsets"}
 )
 """Fields without effect on the answer: accepted and ignored."""
 
@@ -28,9 +27,8 @@ _NEUTRAL: Mapping[str, tuple[object, ...]] = {
     name: values
     for names, values in (
         ("audio prediction reasoning_effort verbosity web_search_options", ()),
-        ("allowed_token_ids chat_template logprob_token_ids prompt_embeds", ()),
+        ("allowed_token_ids chat_template logprob_token_ids prompt_embeds truncate_prompt_tokens", ()),
         ("guided_decoding_backend guided_whitespace_pattern repetition_detection structural_tag", ()),
-        ("truncate_prompt_tokens", ()),
         ("include_stop_str_in_output return_tokens_as_token_ids use_beam_search watermarking", (False,)),
         ("spaces_between_special_tokens", (True,)),
         ("priority routed_experts_prompt_start", (0,)),
