@@ -45,13 +45,11 @@ def quantize(x: Tensor, group: int) -> Quantized:
 def quantize_weight(weight: Tensor, *, blocks: bool) -> tuple[Tensor, Tensor]:
     """FP8 values [out, in] and scales: [out, 1], or [ceil(out / 128), ceil(in / 128)] with ``blocks``."""
     if not blocks:
-        values, scales, _ = quantize(weight, weight.shape[1])
-        return values, scales
+        return quantize(weight, weight.shape[1])[:2]
     (rows, columns), size = weight.shape, FP8_BLOCK
     tiles = pad(weight.float(), (0, -columns % size, 0, -rows % size)).unflatten(1, (-1, size)).unflatten(0, (-1, size))
     scales = tiles.abs().amax((1, 3)).clamp_min(LEAST_AMAX) / FP8_MAX
-    values = saturated(tiles / scales[:, None, :, None]).flatten(2).flatten(0, 1)
-    return values[:rows, :columns].contiguous(), scales
+    return saturated(tiles / scales[:, None, :, None]).flatten(2).flatten(0, 1)[:rows, :columns].contiguous(), scales
 
 
 def saturated(x: Tensor) -> Tensor:
@@ -78,11 +76,10 @@ def linear_fp8(x: Quantized, weight: Tensor, scale: Tensor, bias: Tensor | None,
         )
         # cuBLAS refuses a bias beside scales of channels for some shapes (CUBLAS_STATUS_NOT_SUPPORTED).
         return result if bias is None else result.add_(bias)
-    wide, parts = _dequantized(x), []
+    wide = _dequantized(x)
     of_scale = _EMULATED_CHANNELS if len(scale) == len(weight) else _EMULATED_CHANNELS // FP8_BLOCK
-    for some, its_scale in zip(weight.split(_EMULATED_CHANNELS), scale.split(of_scale), strict=True):
-        parts.append(wide @ dequantize_weight(some, its_scale).t())
-    result = torch.cat(parts, dim=1)
+    parts = zip(weight.split(_EMULATED_CHANNELS), scale.split(of_scale), strict=True)
+    result = torch.cat([wide @ dequantize_weight(*part).t() for part in parts], dim=1)
     if bias is not None:
         result = result + bias.float()
     return result.to(x.dtype) if out is None else out.copy_(result)

@@ -145,9 +145,7 @@ class TorchOps:
     def act_and_mul(gate_up: Tensor, gelu: bool = False) -> Tensor:
         """silu(gate) * up, or gelu(gate) * up. [rows, 2 * intermediate_size] to [rows, intermediate_size]."""
         gate, up = gate_up.chunk(2, dim=-1)
-        if gelu:
-            return torch.nn.functional.gelu(gate, approximate="tanh") * up
-        return torch.nn.functional.silu(gate) * up
+        return (torch.nn.functional.gelu(gate, approximate="tanh") if gelu else torch.nn.functional.silu(gate)) * up
 
     def act_and_mul_quantized(self, gate_up: Tensor, gelu: bool, group: int) -> Quantized:
         """As :meth:`act_and_mul`; then quantize, ``group`` columns with one scale."""

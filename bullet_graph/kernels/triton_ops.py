@@ -89,9 +89,7 @@ class TritonOps(TorchOps):
     def linear(self, x: Tensor | Quantized, linear: Linear, out: Tensor | None = None) -> Tensor:
         if isinstance(x, Quantized) and is_own(x, linear):
             return matmul_fp8(x, linear, out)
-        if are_few(x, linear):
-            return few_rows(x, linear, out)
-        return super().linear(x, linear, out)
+        return few_rows(x, linear, out) if are_few(x, linear) else super().linear(x, linear, out)
 
     @staticmethod
     def group_for(linear: Linear, _x: Tensor | Quantized) -> int | None:

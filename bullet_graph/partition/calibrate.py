@@ -90,10 +90,9 @@ def run_child(offset: int, seeds: Seeds, *, timeout_s: float = TIMEOUT_S, bootst
 
     ``bootstrap`` is the Python program to run, with the folder of the package and the attempt as arguments.
     """
-    folder = str(Path(__file__).parents[2])
     try:
         child = subprocess.run(
-            [sys.executable, "-P", "-c", bootstrap, folder, json.dumps([offset, seeds])],
+            [sys.executable, "-P", "-c", bootstrap, str(Path(__file__).parents[2]), json.dumps([offset, seeds])],
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
@@ -231,8 +230,7 @@ def judge(offset: int, seeds: Seeds) -> Outcome:
         stream = probe.driver.create_stream(urgent=False)
         register(stream)
         if not uses_exactly(frozenset(range(probe.num_sms)), probe, stream):
-            detail = f"a stream without a mask does not reach all of the {probe.num_sms} SMs"
-            return Outcome(Verdict.NOT_TRIED, detail)
+            return Outcome(Verdict.NOT_TRIED, f"a stream without a mask does not reach all of the {probe.num_sms} SMs")
     except PartitionError as error:
         return Outcome(Verdict.NOT_TRIED, str(error))
     try:

@@ -124,8 +124,7 @@ class GoodputSearch:
         if not runs:
             return self.first_rate
         plans = [] if len(runs) >= self.max_runs else [self._plan(runs, share) for share in self.shares]
-        _, rate = max(plans, key=lambda plan: plan[0], default=(0.0, None))
-        return rate
+        return max(plans, key=lambda plan: plan[0], default=(0.0, None))[1]
 
     def _plan(self, runs: Sequence[RateRun], share: float) -> tuple[float, float | None]:
         """How far the goodput for a share is from known, relative, and the rate to run for it; 0, None: it is known."""

@@ -341,9 +341,7 @@ class Roofline:
 
     def _attended(self, rows: float, pairs: float) -> float:
         """(query, key) pairs of rows that have ``pairs`` in layers without a window, as a mean over layers."""
-        if not self._shape.layer_windows or not rows:
-            return pairs
-        return rows * attended_tokens(self._shape, pairs / rows)
+        return rows * attended_tokens(self._shape, pairs / rows) if self._shape.layer_windows and rows else pairs
 
     def _flops_per_ms(self, sms: int) -> float:
         return self._spec.tflops * 1e9 * self._compute_share(sms)

@@ -393,15 +393,13 @@ class EngineGraphs(CaptureProgress):
     @property
     def next_partition(self) -> SmPartition | None:
         """The partition whose stream the next :meth:`prepare_next` needs; None: nothing is left."""
-        key = self.next
-        if key is not None:
+        if (key := self.next) is not None:
             return key.partition
         return WHOLE_GPU if self._pieces.untimed else None
 
     def prepare_next(self, stream: torch.cuda.Stream) -> None:
         """Capture the next graph on this stream; once all are captured, time the next size of piecewise graphs."""
-        key = self.next
-        if key is not None:
+        if (key := self.next) is not None:
             self._capture(key, stream)
             return
         with _beside_nothing(stream):

@@ -112,8 +112,7 @@ def _judge_model_of_gpu(gpu: Gpu) -> Iterator[Finding]:
     found = f"{gpu.name}{others}, compute capability {capability}, {gpu.num_sms} SMs ({gpu.num_tpcs} TPCs)"
     advice, level = None, Level.GREEN
     if gpu.compute_capability < _MIN_CAPABILITY:
-        level = Level.RED
-        advice = f"the kernels need compute capability {least}: use a newer GPU, or --device cpu"
+        level, advice = Level.RED, f"the kernels need compute capability {least}: use a newer GPU, or --device cpu"
     elif gpu.compute_capability < _BFLOAT16_CAPABILITY:
         level, advice = Level.YELLOW, "it has no bfloat16: give commands --dtype float16"
     yield _finding("GPU", "GPU", found, advice, level)

@@ -258,8 +258,6 @@ class EagerLane:
 
     def finish(self, forward: EagerForward) -> tuple[Tensor, Tensor]:
         """Enqueue output head and sampling; returns logits [s, vocab_size] and token ids [s] of the sampled rows."""
-        hidden = forward.hidden
-        if forward.scored is not None:
-            hidden = hidden.rows(forward.sampled.rows)
+        hidden = forward.hidden if forward.scored is None else forward.hidden.rows(forward.sampled.rows)
         logits = self._decoder.logits(hidden, self._functions.ops)[: len(forward.sample_slots)]
         return logits, sample(logits, forward.sample_slots, forward.sample_positions, self._state)

@@ -264,10 +264,9 @@ def cache_folders() -> dict[str, Path]:
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir  # noqa: PLC0415
 
     # The libraries' own variables decide, but to ask the libraries would make the folders, or import FlashInfer.
-    flashinfer = Path(os.environ.get("FLASHINFER_WORKSPACE_BASE", Path.home())) / ".cache" / "flashinfer"
     return {
         "bullet_graph": offsets.cache_file().parent,
-        "FlashInfer": flashinfer,
+        "FlashInfer": Path(os.environ.get("FLASHINFER_WORKSPACE_BASE", Path.home())) / ".cache" / "flashinfer",
         "Inductor": Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR") or default_cache_dir()),
         "Triton": Path(os.environ.get("TRITON_CACHE_DIR", Path.home() / ".triton" / "cache")),
     }

@@ -108,13 +108,11 @@ def lay_out(prefill: PrefillBatch | None, decode: DecodeBatch | None, block_toke
     # Slots, starts, lengths, whether each samples, positions of first blocks, numbers of blocks, and block ids.
     parts: list[tuple[NDArray[Any], ...]] = []
     if prefill is not None:
-        lengths, block_counts = np.diff(prefill.q_indptr), np.diff(prefill.kv_indptr)
-        blocks = prefill.kv_starts, block_counts, prefill.kv_indices
-        parts.append((prefill.slots, prefill.starts, lengths, prefill.samples, *blocks))
+        blocks = prefill.kv_starts, np.diff(prefill.kv_indptr), prefill.kv_indices
+        parts.append((prefill.slots, prefill.starts, np.diff(prefill.q_indptr), prefill.samples, *blocks))
     if decode is not None:
         ones = np.ones_like(decode.positions)
-        block_counts = np.diff(decode.kv_indptr)
-        blocks = decode.kv_starts, block_counts, decode.kv_indices
+        blocks = decode.kv_starts, np.diff(decode.kv_indptr), decode.kv_indices
         parts.append((decode.slots, decode.positions, ones, ones.astype(np.bool_), *blocks))
     slots, start, length, sampled, kv_start, blocks_of, kv_indices = map(np.concatenate, zip(*parts, strict=True))
     q_indptr, kv_indptr = _indptr(length), _indptr(blocks_of)
