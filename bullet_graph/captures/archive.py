@@ -38,9 +38,8 @@ def export_entry(entry: Entry, file: Path, *, sign_key: Path | None = None) -> N
     Raises CacheError where the file cannot be written, the key cannot be used, or a file changed meanwhile.
     """
     text = entry.manifest.to_bytes()
-    signature: bytes | None = None
-    if sign_key is not None:
-        signature = _load_key(sign_key, is_private=True).sign(_CONTEXT + text)
+    key = None if sign_key is None else _load_key(sign_key, is_private=True)
+    signature: bytes | None = None if key is None else key.sign(_CONTEXT + text)
     draft = file.with_name(f".{file.name}.{os.getpid()}.tmp")
     with file_errors(f"cannot export entry {entry.entry_id} to {file}"):
         try:
@@ -114,10 +113,9 @@ def _import(
         if packed.read(tarfile.RECORDSIZE).strip(b"\0") or packed.read(1):
             raise CacheError("there is something after its end")
         entry = store.whole(manifest.entry_id)
-        is_new = entry is None or entry.manifest != manifest
-        if entry is None or is_new:
-            entry = store.place(manifest, staged)
-        return entry, is_new
+        if entry is not None and entry.manifest == manifest:
+            return entry, False
+        return store.place(manifest, staged), True
 
 
 def _member(index: int) -> str:

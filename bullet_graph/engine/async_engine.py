@@ -210,8 +210,7 @@ class AsyncEngine:
 
     def stalled(self, limit_s: float) -> str | None:
         """Describe what has made no progress for ``limit_s`` seconds, or return None. Safe in any thread."""
-        launches = self.engine.stalled_launches(limit_s)
-        if launches:
+        if launches := self.engine.stalled_launches(limit_s):
             return "; then ".join(launches)
         busy_since_s = self._busy_since_s
         waited_s = 0.0 if busy_since_s is None else time.monotonic() - busy_since_s

@@ -26,8 +26,7 @@ def chained_keys(parent: bytes, token_ids: Int32Array, block_tokens: int) -> lis
     """
     data, size, keys = token_ids.tobytes(), block_tokens * token_ids.itemsize, list[bytes]()
     for start in range(0, len(data) - size + 1, size):
-        parent = blake2b(parent + data[start : start + size], digest_size=32).digest()
-        keys.append(parent)
+        keys.append(parent := blake2b(parent + data[start : start + size], digest_size=32).digest())
     return keys
 
 

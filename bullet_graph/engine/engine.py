@@ -242,8 +242,7 @@ class Engine:
     def abort(self, request_id: str) -> None:
         """End a request now; the next :meth:`step` reports it. An unknown id is ignored."""
         self.require_own_process()
-        output = self._core.abort(request_id)
-        if output is not None:
+        if (output := self._core.abort(request_id)) is not None:
             self._aborted.append(output)
 
     def has_unfinished_requests(self) -> bool:

@@ -112,12 +112,8 @@ class Scheduler:
 
     def decoding(self) -> list[Sequence]:
         """Running sequences that can decode now."""
-        held = self._held
-        return [
-            s
-            for s in self._running
-            if s.decoding and s.num_tokens < s.max_tokens and not (s is held and s.num_pending_steps)
-        ]
+        held = self._held if self._held is not None and self._held.num_pending_steps else None
+        return [s for s in self._running if s.decoding and s.num_tokens < s.max_tokens and s is not held]
 
     def prompt_loads(self) -> list[PromptLoad]:
         """Every prompt with tokens that are in no launched step."""

@@ -172,9 +172,8 @@ class _Conversation(BaseModel):
 def _sharegpt_requests(path: Path, tokenize: Tokenize, seed: int) -> Iterator[WorkloadRequest]:
     """A request for each ``human`` turn and the first ``gpt`` turn after it, until one of their texts is empty."""
     # The published data set has thousands of conversations without such a pair, or with an empty text in it.
-    text = "".join(line for _, line in _lines(path))
     try:
-        records = TypeAdapter(list[_Conversation]).validate_json(text)
+        records = TypeAdapter(list[_Conversation]).validate_json("".join(line for _, line in _lines(path)))
     except ValidationError as error:
         problem = f"a JSON list of conversations is required, 0 the first; {first_problem(error)}"
         raise WorkloadError(f"{path}: {problem}") from error
