@@ -63,24 +63,24 @@ def doomed() -> Iterator[Engine]:
     assert len(followers()) == before
 
 
+def check_equal(engines: tuple[Engine, Engine], policy: str, prompts: Any, params: Any) -> None:
+    """Both generate the same tokens under a policy."""
+    found = []
+    for each in engines:
+        each.set_policy(policy)
+        found.append([tokens_of(output) for output in each.generate(prompts, params, use_tqdm=False)])
+    assert found[0] == found[1]
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 def test_tokens_under_every_policy(policy: str, engine: Engine, alone: Engine) -> None:
-    found = []
-    for each in (alone, engine):
-        each.set_policy(policy)
-        found.append([tokens_of(output) for output in each.generate(PROMPTS, GREEDY, use_tqdm=False)])
-    assert found[0] == found[1]
+    check_equal((alone, engine), policy, PROMPTS, GREEDY)
 
 
 @pytest.mark.usefixtures("one_layer_at_a_time")
 def test_both_lanes(engine: Engine, alone: Engine) -> None:
-    found = []
-    for each in (alone, engine):
-        each.set_policy("auto")
-        outputs = each.generate(PROMPTS, [GREEDY, SAMPLED] * 3, use_tqdm=False)
-        assert each.stats().lane_seconds["prefill"] > 0
-        found.append([tokens_of(output) for output in outputs])
-    assert found[0] == found[1]
+    check_equal((alone, engine), "auto", PROMPTS, [GREEDY, SAMPLED] * 3)
+    assert all(each.stats().lane_seconds["prefill"] > 0 for each in (alone, engine))
 
 
 def test_the_tightest_rank_decides_how_many_blocks(engine: Engine) -> None:
@@ -113,12 +113,7 @@ def test_logprobs_penalties_and_structure(engine: Engine, alone: Engine) -> None
         SamplingParams(temperature=0, max_tokens=8, logprobs=2, prompt_logprobs=1, repetition_penalty=1.3),
         SamplingParams(temperature=1, seed=1, max_tokens=8, logit_bias={5: 3.0}, ignore_eos=True),
     ]
-    found = []
-    for each in (alone, engine):
-        each.set_policy("mixed:16")
-        outputs = each.generate([PROMPTS[2], PROMPTS[4]], params, use_tqdm=False)
-        found.append([tokens_of(output) for output in outputs])
-    assert found[0] == found[1]
+    check_equal((alone, engine), "mixed:16", [PROMPTS[2], PROMPTS[4]], params)
 
 
 def test_asynchronously(engine: Engine, alone: Engine) -> None:
