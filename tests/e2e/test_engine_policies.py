@@ -100,11 +100,8 @@ def test_targets_of_a_request_go_before_the_engines() -> None:
     assert outputs["default"].slo == engines
     assert outputs["tpot"].slo == Slo(ttft_ms=1e6, tpot_ms=1e-6)
     assert outputs["both"].slo == Slo(ttft_ms_per_token=1e-9, tpot_ms=1e-6)
-    assert {name: output.missed_targets for name, output in outputs.items()} == {
-        "default": (),
-        "tpot": ("tpot",),
-        "both": ("ttft", "tpot"),
-    }
+    missed = {name: output.missed_targets for name, output in outputs.items()}
+    assert missed == {"default": (), "tpot": ("tpot",), "both": ("ttft", "tpot")}
 
 
 def test_a_change_of_policy_keeps_what_was_learned_of_the_device() -> None:

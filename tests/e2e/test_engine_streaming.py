@@ -39,11 +39,8 @@ def test_deltas_join_to_the_final_output(engine: Engine, n: int) -> None:
     cumulative = stream(engine, OutputKind.CUMULATIVE, params)
     assert cumulative[-1].outputs == final.outputs
     for index, completion in enumerate(final.outputs):
-        assert joined([delta.outputs[index] for delta in deltas]) == (
-            completion.text,
-            completion.token_ids,
-            completion.logprobs,
-        )
+        whole = completion.text, completion.token_ids, completion.logprobs
+        assert joined([delta.outputs[index] for delta in deltas]) == whole
         texts = [output.outputs[index].text for output in cumulative]
         assert all(later.startswith(earlier) for earlier, later in pairwise(texts))
 

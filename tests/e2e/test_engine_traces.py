@@ -33,14 +33,8 @@ def test_a_trace_holds_all_that_happened(model: Model, launches: Launches, tmp_p
     assert trace.notes == ()
     assert (trace.header.policy, trace.header.slo) == (policy, str(slo))
     assert (trace.header.device, trace.header.num_sms, trace.header.num_layers) == ("cpu", None, 2)
-    assert {request.request_id: request.reason for request in trace.requests} == {
-        "0": "length",
-        "1": "abort",
-        "2": "abort",
-        "3": "length",
-        "4": "length",
-        "5": "length",
-    }
+    reasons = {request.request_id: request.reason for request in trace.requests}
+    assert reasons == {"0": "length", "1": "abort", "2": "abort", "3": "length", "4": "length", "5": "length"}
     requests = {request.request_id: request for request in trace.requests}
     assert len(trace.requests) == 6
     assert (requests["1"].output_tokens, requests["1"].first_scheduled_s) == (0, None)

@@ -135,11 +135,8 @@ def test_a_presets_folder_holds_its_shape_for_transformers_too(name: str, tmp_pa
     assert load_model_config(folder) == replace(preset, fp8=stored)
     config = AutoConfig.from_pretrained(folder)
     assert config.architectures == [preset.architecture]
-    assert (config.hidden_size, config.num_hidden_layers, config.vocab_size) == (
-        preset.hidden_size,
-        preset.num_layers,
-        preset.vocab_size,
-    )
+    sizes = preset.hidden_size, preset.num_layers, preset.vocab_size
+    assert (config.hidden_size, config.num_hidden_layers, config.vocab_size) == sizes
     assert (config.head_dim, config.num_key_value_heads) == (preset.head_dim, preset.num_kv_heads)
     assert config.rope_parameters["rope_theta"] == preset.rope.theta
     assert config.rope_parameters.get("factor") == getattr(preset.rope.scaling, "factor", None)

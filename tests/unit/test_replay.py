@@ -134,11 +134,9 @@ def test_outputs_are_in_the_order_of_the_requests() -> None:
 def test_a_refused_request_fails_alone() -> None:
     engine = FakeEngine()
     requests = [request(0.0, prompt=(-1,)), request(0.0, max_tokens=98), request(0.0, max_tokens=97)]
-    assert [row.error for row in replay(engine, requests, max_concurrency=1).served] == [
-        "negative token",
-        "prompt and output have 3 + 98 tokens, more than max_model_len=100",
-        None,
-    ]
+    too_long = "prompt and output have 3 + 98 tokens, more than max_model_len=100"
+    errors = [row.error for row in replay(engine, requests, max_concurrency=1).served]
+    assert errors == ["negative token", too_long, None]
 
 
 def test_nothing_served_takes_no_time() -> None:

@@ -157,13 +157,8 @@ async def test_requests_fail_alone() -> None:
     )
     done = []
     run_ = await run(system, [request(name, 0.0, 2) for name in range(5)], max_concurrency=2, on_done=done.append)
-    assert [r.error for r in run_.served] == [
-        "too long",
-        "gave 1 of 2 tokens",
-        "gave 3 of 2 tokens",
-        "OSError: no route",
-        None,
-    ]
+    errors = [r.error for r in run_.served]
+    assert errors == ["too long", "gave 1 of 2 tokens", "gave 3 of 2 tokens", "OSError: no route", None]
     assert [r.output_tokens for r in run_.served] == [0, 0, 0, 0, 2]
     assert [r.metrics.ttft_ms is None for r in run_.served] == [True] * 4 + [False]
     assert run_.duration_s == run_.served[4].metrics.token_times_s[-1] - run_.start_s

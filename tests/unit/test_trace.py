@@ -322,11 +322,8 @@ def test_shares_of_time_and_decisions_by_bound(tmp_path: Path) -> None:
 def test_a_window_sums_up_what_is_in_it(tmp_path: Path) -> None:
     # The last 50 ms of the split, prefill alone, and the mixed forward.
     summary = summarize_trace(read_run(tmp_path), Window(100.3, 100.4))
-    assert {share.policy: round(share.wall_share, 6) for share in summary.policies} == {
-        "split": 0.5,
-        "mixed": 0.5,
-        "solo": 0.0,
-    }
+    shares = {share.policy: round(share.wall_share, 6) for share in summary.policies}
+    assert shares == {"split": 0.5, "mixed": 0.5, "solo": 0.0}
     assert summary.lanes["idle"] == pytest.approx(0.0)
     assert (summary.num_launches, summary.bounds) == (2, {"ttft": 1})
 
@@ -361,10 +358,8 @@ def test_why_the_first_token_was_late(tmp_path: Path) -> None:
         request("in time", [300.0], ttft_limit_ms=300.0),
     )
     summary = summarize_trace(trace)
-    assert [(m.request_id, m.target, m.cause) for m in summary.misses] == [
-        ("waited", "ttft", "queued"),
-        ("prefilled", "ttft", "prefill"),
-    ]
+    causes = [(m.request_id, m.target, m.cause) for m in summary.misses]
+    assert causes == [("waited", "ttft", "queued"), ("prefilled", "ttft", "prefill")]
     assert summary.misses[0].shares == pytest.approx({"queued": 0.75, "prefill": 0.25})
     assert list(summary.misses[1].shares) == ["prefill", "queued"]
     assert summary.misses[1].shares == pytest.approx({"prefill": 0.9, "queued": 0.1})
@@ -398,21 +393,11 @@ def test_requests_are_counted_once_each(tmp_path: Path) -> None:
         request("failed", [], reason="error", **both),
     )
     summary = summarize_trace(trace)
-    assert summary.requests == {
-        "completed": 6,
-        "cut_off": 2,
-        "without_targets": 1,
-        "met": 2,
-        "missed_ttft": 2,
-        "missed_tpot": 2,
-    }
+    counts = {"completed": 6, "cut_off": 2, "without_targets": 1, "met": 2, "missed_ttft": 2, "missed_tpot": 2}
+    assert summary.requests == counts
     # The worst first, as a multiple of the target.
-    assert [(m.request_id, m.target) for m in summary.misses] == [
-        ("again", "tpot"),
-        ("again", "ttft"),
-        ("slow", "tpot"),
-        ("again", "ttft"),
-    ]
+    worst = [(m.request_id, m.target) for m in summary.misses]
+    assert worst == [("again", "tpot"), ("again", "ttft"), ("slow", "tpot"), ("again", "ttft")]
     assert isinstance(summary.misses[0], Miss)
 
 
