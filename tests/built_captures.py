@@ -79,8 +79,7 @@ def engine_from(store: CaptureStore, **settings: Any) -> Engine:
 
 def tokens_of(engine: Engine) -> list[list[int]]:
     """What it generates."""
-    outputs = engine.generate(PROMPTS, GREEDY, use_tqdm=False)
-    return [list(output.outputs[0].token_ids) for output in outputs]
+    return [list(output.outputs[0].token_ids) for output in engine.generate(PROMPTS, GREEDY, use_tqdm=False)]
 
 
 def only_entry(store: CaptureStore) -> Entry:

@@ -152,8 +152,7 @@ def _config(family: Family, vocab_size: int, num_layers: int, tie: bool, changes
         own = {"head_dim": 32}  # not hidden_size / num_heads
     else:
         own = {}
-    model_type = "gemma3_text" if family == "gemma3" else family
-    return AutoConfig.for_model(model_type, **{**shape, **own, **changes})
+    return AutoConfig.for_model("gemma3_text" if family == "gemma3" else family, **{**shape, **own, **changes})
 
 
 def _random_model(config: PretrainedConfig, seed: int) -> PreTrainedModel:

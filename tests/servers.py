@@ -106,8 +106,7 @@ def serving(model: str | Path = MODEL, *, idle: bool = True, **settings: Any) ->
     names = ServeSettings.__dataclass_fields__
     given = {"served_model_name": MODEL, "port": 0, "shutdown_timeout_s": 5.0, "watchdog_timeout_s": 300.0}
     of_server = ServeSettings(**(given | {k: v for k, v in settings.items() if k in names}))
-    of_engine = {k: v for k, v in settings.items() if k not in names}
-    engine = AsyncEngine(make_engine(model, **of_engine))
+    engine = AsyncEngine(make_engine(model, **{k: v for k, v in settings.items() if k not in names}))
     listener = bind(of_server)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # of its connections
     loops: queue.SimpleQueue[asyncio.AbstractEventLoop] = queue.SimpleQueue()

@@ -158,8 +158,7 @@ async def test_aborting_by_id_ends_the_generator_that_waits(engine: AsyncEngine,
         await asyncio.sleep(0.002)
     engine.abort("nonesuch")
     engine.abort("mine")
-    outputs = await asyncio.wait_for(task, 20)
-    assert all(not output.finished for output in outputs)
+    assert all(not output.finished for output in await asyncio.wait_for(task, 20))
     gate.open()
 
 
@@ -169,8 +168,7 @@ async def test_an_id_can_be_used_again_right_after_its_request_was_left(engine: 
         generator = engine.generate(PROMPT, LONG, "same")
         await anext(generator)
         await generator.aclose()  # type: ignore[attr-defined]
-        outputs = await collect(engine, [9, 9], request_id="same")
-        assert tokens_of(outputs[-1]) == [model.greedy([9, 9], 12)]
+        assert tokens_of((await collect(engine, [9, 9], request_id="same"))[-1]) == [model.greedy([9, 9], 12)]
 
 
 # ---- bad requests ----

@@ -31,8 +31,7 @@ def other() -> Iterator[CompletionsServer]:
 
 
 def bench(url: str, trace: Path, *options: str) -> Result:
-    arguments = ("--base-url", url, "--trace", str(trace), "--num-warmups", "2", *options)
-    return run("bench", "serve", *arguments)
+    return run("bench", "serve", "--base-url", url, "--trace", str(trace), "--num-warmups", "2", *options)
 
 
 def test_it_has_the_fields_of_bench_online_and_the_same_requests(served: Served, trace: Path, tmp_path: Path) -> None:

@@ -77,8 +77,7 @@ def test_the_memory_of_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "weights" in line(found, "tiny")["found"]
     assert found["machine"]["ledger"]["kv_cache_bytes"] > 0
     monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(total=10**6, available=10**6))
-    found = page("--device", "cpu", "--model", "tiny", exit_code=1)
-    assert "short by" in line(found, "tiny")["advice"]
+    assert "short by" in line(page("--device", "cpu", "--model", "tiny", exit_code=1), "tiny")["advice"]
 
 
 # ---- machines made up ----
@@ -114,8 +113,7 @@ def test_machines(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def offsets_act(monkeypatch: pytest.MonkeyPatch, *acting: int, driver: DriverId = DRIVER) -> None:
     def child(offset: int, seeds: tuple[int, ...]) -> Outcome:
-        works = not seeds or offset in acting
-        return Outcome(Verdict.HONOURED if works else Verdict.NO_EFFECT)
+        return Outcome(Verdict.HONOURED if not seeds or offset in acting else Verdict.NO_EFFECT)
 
     monkeypatch.setattr(calibrate_module, "run_child", child)
     monkeypatch.setattr(calibrate_module, "identify_driver", lambda: driver)

@@ -18,8 +18,7 @@ def assert_scored(model: Model, prompt: Sequence[int], output: RequestOutput, co
     first, *entries = output.prompt_logprobs
     assert first is None
     assert [entry.token_id for entry in entries if entry] == list(prompt[1:])
-    exact = torch.log_softmax(model.logits(prompt), -1)
-    for row, entry in zip(exact, entries, strict=False):
+    for row, entry in zip(torch.log_softmax(model.logits(prompt), -1), entries, strict=False):
         assert entry is not None
         assert entry.logprob == pytest.approx(float(row[entry.token_id]), abs=1e-4)
         values = [value for _, value in entry.top]

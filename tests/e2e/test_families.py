@@ -184,8 +184,7 @@ def test_scales_of_a_checkpoint_s_cache(tmp_path: Path) -> None:
     save_file(tensors, file)
     assert generated(tmp_path) == plain
     expected, saturated = scores(tmp_path), scores(tmp_path, kv_cache_dtype="fp8")
-    scales = {f"model.layers.{i}.self_attn.v_scale": torch.tensor([9000.0]) for i in range(2)}
-    save_file(tensors | scales, file)
+    save_file(tensors | {f"model.layers.{i}.self_attn.v_scale": torch.tensor([9000.0]) for i in range(2)}, file)
     assert generated(tmp_path) == plain
     scaled = scores(tmp_path, kv_cache_dtype="fp8")
     assert 0 < (scaled - expected).abs().mean() < 0.3 * (saturated - expected).abs().mean()

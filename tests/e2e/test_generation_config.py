@@ -72,8 +72,7 @@ def served(folder: Path) -> Iterator[Served]:
 
 
 def answer(served: Served, path: str, **fields: Any) -> tuple[int, ...]:
-    ask = {"ignore_eos": True, "return_token_ids": True, "seed": 3} | fields
-    response = served.post(f"/v1/{path}", **ask)
+    response = served.post(f"/v1/{path}", **{"ignore_eos": True, "return_token_ids": True, "seed": 3} | fields)
     assert response.status_code == 200, response.text
     return tuple(response.json()["choices"][0]["token_ids"])
 

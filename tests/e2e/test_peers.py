@@ -70,8 +70,7 @@ def test_given_rates_with_all_systems_in_turn(
     assert result.exit_code == 0, result.stderr
     own = "bullet_graph mixed:16", "bullet_graph serial"
     labels = ["vllm 0.26.0 chunk 512", own[0], "vllm 0.26.0", own[1], server.url]
-    told = order_of_runs(result)
-    assert [line.split(", ")[-2:] for line in told] == [
+    assert [line.split(", ")[-2:] for line in order_of_runs(result)] == [
         [label, f"at {rate}/s"] for rate in (50, 100) for label in labels
     ]
     # One vLLM for both of its settings, and nothing of its chatter among the results.

@@ -295,8 +295,7 @@ def test_cached_prefixes_are_told_and_kept_apart_by_salts(served: Served, comple
 
     # The second prompt awaits no prefix as short as two blocks.
     assert [cached(None), cached(None), cached("a"), cached("a", n=2)] == [0, 64, 0, 64]
-    usage = {"include_usage": True}
-    *_, last = complete(prompt=prompts, max_tokens=2, stream=True, stream_options=usage)
+    *_, last = complete(prompt=prompts, max_tokens=2, stream=True, stream_options={"include_usage": True})
     assert last.usage.prompt_tokens_details.cached_tokens == 64
     served.wait_until_idle()
     after = served.metrics()

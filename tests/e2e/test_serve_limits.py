@@ -87,8 +87,7 @@ def test_all_but_health_asks_for_the_key() -> None:
                 kind = "Basic" if path in ("/", "/live", "/metrics", "/openapi.json") else "Bearer"
                 assert response.headers["WWW-Authenticate"].startswith(kind)
             assert stranger.post("/v1/completions", content=b"x" * 9).status_code == 401
-            keys = ("Bearer s3cret", "Bearer s3cret!!", "s3cret!", "Basic czNjcmV0IQ==", "Bearer \u00fc")
-            for header in keys:
+            for header in ("Bearer s3cret", "Bearer s3cret!!", "s3cret!", "Basic czNjcmV0IQ==", "Bearer \u00fc"):
                 headers = {"Authorization": header.encode("latin-1")}
                 assert stranger.get("/v1/models", headers=headers).status_code == 401
             # A browser's dialog gives the key as a password, for what a browser looks at.
@@ -171,8 +170,7 @@ def test_a_client_that_sends_too_slowly_or_too_much_is_answered_and_cut_off(
 
 def test_requests_sent_ahead_are_answered_in_turn_up_to_a_few(limited: Served) -> None:
     for number, answered in ((5, 5), (5000, 0)):
-        sent = (GET + b"\r\n") * (number - 1) + GET + b"Connection: close\r\n\r\n"
-        with limited.connect(sent) as connection:
+        with limited.connect((GET + b"\r\n") * (number - 1) + GET + b"Connection: close\r\n\r\n") as connection:
             answers = all_of(connection)
         assert answers.count(b"HTTP/1.1 200 ") == answered
     assert answers == b""

@@ -103,8 +103,7 @@ def test_fp8_weights_and_their_scales(form: str, family: Family, tmp_path: Path)
         write_checkpoint(tmp_path, family, tokenizer=False, **sizes)
     model = in_formats(load_model_config(tmp_path), quantization="fp8", kv_cache_dtype="auto")
     filled = []
-    by_expert = (False, True) if family == "qwen2_moe" else (False,)
-    ways = itertools.product(range(2), by_expert)
+    ways = itertools.product(range(2), (False, True) if family == "qwen2_moe" else (False,))
     for config in (model, *(shard(model, 2, rank, expert_parallel=whole) for rank, whole in ways)):
         weights = zero_weights(config, dtype=torch.float32, device=torch.device("cpu"))
         if form == "random":

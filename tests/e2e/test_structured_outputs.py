@@ -283,8 +283,7 @@ def served() -> Iterator[Served]:
 
 def test_the_client_parses_a_model(client: openai.OpenAI) -> None:
     answer = client.beta.chat.completions.parse(model=MODEL, messages=MESSAGES, response_format=Fish, n=3, seed=1)
-    fishes = [choice.message.parsed for choice in answer.choices]
-    assert all(isinstance(fish, Fish) for fish in fishes)
+    assert all(isinstance(choice.message.parsed, Fish) for choice in answer.choices)
     assert {choice.finish_reason for choice in answer.choices} == {"stop"}
     assert len({choice.message.content for choice in answer.choices}) > 1
 

@@ -48,8 +48,7 @@ def adjusted(scores: np.ndarray, by: Adjustments, output: list[int], allowed: se
         score -= params.frequency_penalty * counts[token_id] + params.presence_penalty * (token_id in counts)
         ends = (word for word in by.bad_words if word[-1] == token_id)
         is_banned = any(word[:-1] == tuple(output[len(output) - len(word) + 1 :]) for word in ends)
-        is_banned = is_banned or token_id not in allowed
-        result[token_id] = -np.inf if is_banned else score
+        result[token_id] = -np.inf if is_banned or token_id not in allowed else score
     return result
 
 

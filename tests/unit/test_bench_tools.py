@@ -129,8 +129,7 @@ def test_the_server_is_compared_with_the_engine(tmp_path: Path, monkeypatch: pyt
 
 
 def test_the_medians_of_the_repeats_are_compared() -> None:
-    names = ("p90_ttft_ms", "p90_tpot_ms", "median_itl_ms", "p99_itl_ms", "output_throughput")
-    none = dict.fromkeys(names)
+    none = dict.fromkeys(("p90_ttft_ms", "p90_tpot_ms", "median_itl_ms", "p99_itl_ms", "output_throughput"))
 
     def measured(engine: float, server: float) -> dict[str, dict[str, object]]:
         return {

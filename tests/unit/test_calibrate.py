@@ -116,9 +116,8 @@ NOT_HONOURED = [verdict for verdict in Verdict if verdict is not Verdict.HONOURE
     ],
 )
 def test_no_offset_is_proven(verdicts: Mapping[int, Verdict | list[Verdict]], message: str) -> None:
-    children = FakeChildren(verdicts)
     with pytest.raises(PartitionError, match=message):
-        calibrated_with(children)
+        calibrated_with(FakeChildren(verdicts))
 
 
 @pytest.mark.parametrize("verdict", [Verdict.CUDA_ERROR, Verdict.NOT_TRIED])

@@ -167,8 +167,7 @@ def test_any_bytes_and_truncated_archives_are_refused(
 def test_a_manifest_with_a_path_that_leads_out_is_refused(small_file: Path, tmp_path: Path, path: str) -> None:
     with tarfile.open(small_file) as tar:
         text = tar.extractfile(MANIFEST_NAME).read()  # type: ignore[union-attr]
-    text = text.replace(b'"a/b.py"', f'"{path}"'.encode())
-    assert "without '..'" in refusal(tmp_path, tar_of(text, [b"abc"]))
+    assert "without '..'" in refusal(tmp_path, tar_of(text.replace(b'"a/b.py"', f'"{path}"'.encode()), [b"abc"]))
 
 
 FIRST = "files/000000"
@@ -216,8 +215,7 @@ def test_a_member_too_many_or_too_few_is_refused(entry: Entry, file: Path, tmp_p
 def test_memory_stays_bounded(entry: Entry, tmp_path: Path) -> None:
     """64 MiB of zeros in a small file, as the content of a member that says so."""
     text = replace(entry.manifest, files=(replace(entry.manifest.files[0], num_bytes=1 << 26),)).to_bytes()
-    head = member(MANIFEST_NAME, text) + member(FIRST, size=1 << 26)
-    packed = gzip.compress(head + bytes(1 << 26) + END, 1)
+    packed = gzip.compress(member(MANIFEST_NAME, text) + member(FIRST, size=1 << 26) + bytes(1 << 26) + END, 1)
     tracemalloc.start()
     try:
         assert "another checksum" in str(imported(tmp_path, packed))

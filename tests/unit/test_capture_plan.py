@@ -96,8 +96,7 @@ def test_shipped_plans() -> None:
     assert names == {f"llama-3.1-8b_bfloat16{end}" for end in ("", "_conv", "_code")}
     for name in names:
         assert (load_plan(name).model, load_plan(name).dtype) == ("llama-3.1-8b", "bfloat16")
-    table = load_table("h200", model="llama-3.1-8b")
-    sizes = sorted({point.sms for point in table.points if point.kind == "split"})
+    sizes = sorted({point.sms for point in load_table("h200", model="llama-3.1-8b").points if point.kind == "split"})
     assert load_plan("llama-3.1-8b_bfloat16") == default_of("llama-3.1-8b", decode_sms=sizes)
 
 

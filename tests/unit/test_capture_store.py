@@ -139,8 +139,7 @@ def test_differences_are_told_by_component(entry: Entry) -> None:
     assert manifest.differences(dict(reversed(FINGERPRINT.items())), PLAN) == ()
     here = changed(torch="3") | {"new": "1"}
     del here["driver"]
-    found = [(d.component, d.cached, d.here) for d in manifest.differences(here, {**PLAN, "batch_sizes": [1]})]
-    assert found == [
+    assert [(d.component, d.cached, d.here) for d in manifest.differences(here, {**PLAN, "batch_sizes": [1]})] == [
         ("torch", "2.13.0", "3"),
         ("new", None, "1"),
         ("plan.batch_sizes", "[1, 2, 4]", "[1]"),
@@ -339,13 +338,12 @@ def test_a_store_that_only_can_be_read_serves(store: CaptureStore, entry: Entry)
 
 def start_builder(store: CaptureStore) -> "subprocess.Popen[str]":
     package = Path(sys.modules["bullet_graph"].__path__[0]).parent
-    environment = os.environ | {"PYTHONPATH": f"{package}{os.pathsep}{Path(__file__).parents[1]}"}
     return subprocess.Popen(
         [sys.executable, "-c", BUILDER, str(store.root)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
-        env=environment,
+        env=os.environ | {"PYTHONPATH": f"{package}{os.pathsep}{Path(__file__).parents[1]}"},
     )
 
 

@@ -141,8 +141,7 @@ def test_a_result_holds_its_command_line(
     """Without secrets, and without the folders of who ran it."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", "/home/somebody")
-    spec = None if module is None else ModuleSpec(module, None)
-    monkeypatch.setattr(sys.modules["__main__"], "__spec__", spec)
+    monkeypatch.setattr(sys.modules["__main__"], "__spec__", None if module is None else ModuleSpec(module, None))
     arguments = ["bench", "--api-key", "secret", "--api-key=other", "--model", f"{tmp_path}/m"]
     monkeypatch.setattr(sys, "argv", [program, *arguments, "--trace=/home/somebody/t.csv"])
     argv = json.loads(to_json({"figure": 1.5}))["argv"]
@@ -213,8 +212,7 @@ def test_the_engine_can_serve_as_each_policy(policies: str, engine_policy: str, 
     parsed = tuple(Policy.parse(policy) for policy in policies.split())
     slo = Slo(tpot_ms=15)
     config = config_for(EngineConfig(model="tiny", seed=3), parsed, slo)
-    found = (str(config.policy), config.decode_sms, config.slo, config.seed)
-    assert found == (engine_policy, decode_sms, slo, 3)
+    assert (str(config.policy), config.decode_sms, config.slo, config.seed) == (engine_policy, decode_sms, slo, 3)
     own = config_for(EngineConfig(model="tiny", decode_sms=(48, 32)), parsed, slo)
     assert own.decode_sms[:2] == (48, 32)
     assert len(set(own.decode_sms)) == len(own.decode_sms)

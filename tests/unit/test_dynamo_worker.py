@@ -179,8 +179,7 @@ def test_events_name_blocks_by_the_beginnings_of_their_keys() -> None:
     tokens = np.arange(32, dtype=np.int32)
     stored = {"type": "stored", "token_ids": list(range(32)), "num_block_tokens": [16, 16], "block_hashes": [1, 2]}
     assert event_of(BlocksStored(None, KEYS[1:], tokens, None)) == stored | {"parent_hash": None}
-    salted = stored | {"parent_hash": -1, "cache_salt": "a"}
-    assert event_of(BlocksStored(KEYS[0], KEYS[1:], tokens, "a")) == salted
+    assert event_of(BlocksStored(KEYS[0], KEYS[1:], tokens, "a")) == stored | {"parent_hash": -1, "cache_salt": "a"}
     assert event_of(BlocksRemoved(KEYS)) == {"type": "removed", "block_hashes": [-1, 1, 2]}
 
 

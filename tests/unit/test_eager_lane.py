@@ -192,6 +192,5 @@ def test_scored_rows_equal_the_reference_beside_sampled_ones(
     token_ids = np.append(rows.token_ids, np.zeros_like(rows.decode_slots))
     expected = reference_logits(reference, eager_functions(TorchOps()), token_ids, all_rows)
     torch.testing.assert_close(logits, expected[rows.sample_rows.tolist()], rtol=1e-4, atol=1e-4)
-    wanted = token_logprobs(expected[scored_rows], torch.from_numpy(ids), 3)
-    for found, exact in zip(scores, wanted, strict=True):
+    for found, exact in zip(scores, token_logprobs(expected[scored_rows], torch.from_numpy(ids), 3), strict=True):
         torch.testing.assert_close(found[: len(ids)], exact, rtol=1e-4, atol=1e-4)

@@ -136,9 +136,8 @@ def traffics(draw: st.DrawFn) -> Traffic:
             before = TurnBefore(len(requests) - 1, tokens + output, draw(st.floats(0, 2)))
             tokens += output + draw(st.integers(1, 500))
     workload = Workload("drawn", tuple(requests))
-    return Traffic(
-        workload, Arrivals(request_rate=draw(st.floats(1, 100)), seed=draw(st.integers(0, 3))).times(workload)
-    )
+    arrivals = Arrivals(request_rate=draw(st.floats(1, 100)), seed=draw(st.integers(0, 3)))
+    return Traffic(workload, arrivals.times(workload))
 
 
 @settings(max_examples=15)
@@ -243,8 +242,7 @@ def test_a_faster_link_is_never_worse_and_the_split_follows_the_work() -> None:
     splits = {}
     for name, lengths in {"prompts": (4000, 20), "outputs": (200, 400)}.items():
         workload = Workload(name, (WorkloadRequest(*lengths, None),) * 150)
-        rate = {"prompts": 25.0, "outputs": 60.0}[name]
-        traffic = Traffic(workload, Arrivals(request_rate=rate).times(workload))
+        traffic = Traffic(workload, Arrivals(request_rate={"prompts": 25.0, "outputs": 60.0}[name]).times(workload))
         infinite = Link(gb_per_s=float("inf"), latency_ms=0)
 
         def share_of(split: int, traffic: Traffic = traffic, link: Link = infinite) -> float:
@@ -293,8 +291,7 @@ def test_a_request_that_no_engine_takes_fails_alone() -> None:
     workload = Workload("test", (WorkloadRequest(9000, 10, None), WorkloadRequest(100, 10, None)))
     traffic, fleet = Traffic(workload, np.array([0.0, 1.0])), fleet_of(2)
     divided = decode(fleet, traffic, prefill(fleet, traffic, 1), Link(gb_per_s=50), KV_BYTES).replay.served
-    shared = share(fleet, traffic).replay.served
-    assert [one.error for one in divided] == [one.error for one in shared]
+    assert [one.error for one in divided] == [one.error for one in share(fleet, traffic).replay.served]
     assert divided[0].error is not None
     assert divided[1].error is None
 

@@ -189,8 +189,7 @@ def test_no_batch_is_placed_where_no_graph_holds_it(
     loop.run(arrivals=arrivals)
     for launch in executor.launches:
         if launch.step.prefill is None and launch.step.decode is not None:
-            most = by_partition.get(launch.placement.partition, 64)
-            assert len(launch.step.decode.slots) <= most
+            assert len(launch.step.decode.slots) <= by_partition.get(launch.placement.partition, 64)
 
 
 class _Alternating(Planner):
@@ -220,9 +219,8 @@ def test_a_step_stays_beside_the_slices_in_flight_only_where_a_graph_holds_it(mo
 def test_a_device_refuses_a_batch_that_no_graph_holds() -> None:
     loop = CoreLoop("split:48", executor=CheckedExecutor(max_batch_sizes={partition_of(48, num_sms=132): 2}))
     loop.core.planner.max_batch_sizes = {}
-    arrivals = [(0.0, 100, 50, NO_TARGETS)] * 4 + [(0.1, 900, 5, NO_TARGETS)]
     with pytest.raises(PartitionError, match="where at most 2 are captured: place it on the whole GPU"):
-        loop.run(arrivals=arrivals)
+        loop.run(arrivals=[(0.0, 100, 50, NO_TARGETS)] * 4 + [(0.1, 900, 5, NO_TARGETS)])
 
 
 # ---- what is predicted ----

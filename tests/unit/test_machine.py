@@ -73,8 +73,7 @@ def check(gpu: FakeDriver, take: Take) -> Check:
         take(probe or partial(probe_of, gpu))
         found = check_partitions(name, decode_sms, num_sms=132)
         # Everything is closed, and the page can be printed.
-        assert gpu.live == {}
-        assert gpu.retained == 0
+        assert (gpu.live, gpu.retained) == ({}, 0)
         json.dumps(dataclasses.asdict(found))
         return found
 

@@ -96,8 +96,12 @@ def test_records_name_what_applies_to_their_kind_and_hold_medians(tmp_path: Path
     assert points["decode"][0] == {"batch_size": 1, "context_tokens": 250, "sms": None} | repeats
     assert points["prefill"][0] == {"tokens": 64, "cached_tokens": 0, "sms": None} | repeats
     assert points["mixed"][0] == {"tokens": 64, "batch_size": 16, "context_tokens": 1000} | repeats
-    lanes = {"decode_ms": 2.0, "prefill_ms": 20.0}
-    lanes |= {"decode_repeats_ms": [1.0, 3.0, 2.0], "prefill_repeats_ms": [20.0] * 3}
+    lanes = {
+        "decode_ms": 2.0,
+        "prefill_ms": 20.0,
+        "decode_repeats_ms": [1.0, 3.0, 2.0],
+        "prefill_repeats_ms": [20.0] * 3,
+    }
     assert points["split"][0] == {"decode_sms": 16, "batch_size": 64, "context_tokens": 1000, "tokens": 2048} | lanes
 
 
@@ -240,8 +244,7 @@ def test_shape_numbers_and_file_names() -> None:
     assert list(shape_numbers(LLAMA_8B).values()) == [128256, 4096, 14336, 32, 32, 8, 128, 0, 0]
     windowed = replace(LLAMA_8B, layer_windows=(512, None) * 16)
     assert shape_numbers(windowed) == shape_numbers(LLAMA_8B) | {"layers_of_window_512": 16}
-    mixture = shape_numbers(PRESETS["qwen3-30b-a3b"])
-    assert mixture.keys() - shape_numbers(LLAMA_8B) == {
+    assert shape_numbers(PRESETS["qwen3-30b-a3b"]).keys() - shape_numbers(LLAMA_8B) == {
         *("num_experts", "experts_per_token", "expert_intermediate_size", "shared_expert_intermediate_size")
     }
     for gpu, short in (
@@ -265,9 +268,8 @@ def test_a_table_of_other_ranks_is_refused() -> None:
     on_two = replace(H200_KEY, shape=shape_numbers(shard(PRESETS["llama-3.1-8b"], 2, 0)))
     with pytest.raises(PerfTableError, match="conditions: tensor_parallel_size 2 required, 1 found"):
         require_match(h200_table(), on_two)
-    by_expert = replace(H200_KEY, shape=numbers)
     with pytest.raises(PerfTableError, match="expert_parallel True required, False found; tensor_parallel_size 2"):
-        require_match(h200_table(), by_expert)
+        require_match(h200_table(), replace(H200_KEY, shape=numbers))
 
 
 def test_tables_are_found_by_name_or_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -330,12 +332,10 @@ def test_step_bytes_by_hand() -> None:
     assert kv_cache_bytes_per_token(COUNTED, dtype_bytes=4) == 240
     weights = decode_weight_bytes(COUNTED, batch_size=7, dtype_bytes=4)
     # 50 tokens read and one written for each of the 7 sequences.
-    step = decode_step_bytes(COUNTED, batch_size=7, context_tokens=50, dtype_bytes=4)
-    assert step == weights + 7 * 51 * 240
+    assert decode_step_bytes(COUNTED, batch_size=7, context_tokens=50, dtype_bytes=4) == weights + 7 * 51 * 240
     # Two of three layers read 20 tokens: 30 on average.
     windowed = replace(COUNTED, layer_windows=(20, None, 20))
-    step = decode_step_bytes(windowed, batch_size=7, context_tokens=50, dtype_bytes=4)
-    assert step == weights + 7 * 31 * 240
+    assert decode_step_bytes(windowed, batch_size=7, context_tokens=50, dtype_bytes=4) == weights + 7 * 31 * 240
 
 
 def test_a_windowed_row_takes_the_time_of_its_window() -> None:

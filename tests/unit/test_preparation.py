@@ -86,8 +86,7 @@ def make_loop(policy: str, **settings: float) -> tuple[CoreLoop, PreparingExecut
 def load(
     *prompts: PromptLoad, slack_ms: float | None = None, chunk: ChunkLoad | None = None, now_s: float = 5.0
 ) -> Load:
-    decode = None if slack_ms is None else DecodeLoad(4, 400, 10.0, slack_ms, 10.0)
-    return Load(now_s, decode, prompts, 0, chunk)
+    return Load(now_s, None if slack_ms is None else DecodeLoad(4, 400, 10.0, slack_ms, 10.0), prompts, 0, chunk)
 
 
 def due_in(ms: float, tokens: int = 0) -> PromptLoad:

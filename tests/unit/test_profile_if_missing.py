@@ -84,9 +84,8 @@ def test_it_runs_on_the_engine_s_gpus(ran: list[list[str]], gpus: list[str], mon
 def test_an_engine_that_waited_for_another_finds_the_table(ran: list[list[str]]) -> None:
     file = user_table_file(performance.table_key(RUNTIME))
     file.parent.mkdir()
-    lock = FileLock(f"{file}.lock")
     with ThreadPoolExecutor(1) as pool:
-        with lock:
+        with FileLock(f"{file}.lock"):
             started = pool.submit(measure, config())
             time.sleep(0.2)
             file.touch()

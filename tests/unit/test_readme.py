@@ -37,8 +37,7 @@ def find(words: list[str]) -> tuple[click.Command, list[str]]:
 
 def command_lines(text: str) -> list[str]:
     """The program's command lines in a text, continued ones put together."""
-    joined = re.sub(r"\\\n\s*", "", text)
-    return [line.strip() for line in joined.splitlines() if line.strip().startswith(f"{NAME} ")]
+    return [line.strip() for line in re.sub(r"\\\n\s*", "", text).splitlines() if line.strip().startswith(f"{NAME} ")]
 
 
 def parse(line: str) -> None:

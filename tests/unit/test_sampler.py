@@ -174,9 +174,8 @@ def test_tokens_are_left_for_the_next_step() -> None:
 
 
 def test_greedy_ignores_seed_and_cuts_and_takes_the_first_of_equals() -> None:
-    scores = [0.0, 3.0, 1.0, 3.0]
     for seed in range(20):
-        assert draw(scores, [seed], make_state(temperature=0.0, seed=seed, top_k=2, top_p=0.1)) == [1]
+        assert draw([0.0, 3.0, 1.0, 3.0], [seed], make_state(temperature=0.0, seed=seed, top_k=2, top_p=0.1)) == [1]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

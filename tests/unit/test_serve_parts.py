@@ -29,8 +29,7 @@ class Clock:
 
 
 def gate(max_queue_len: int, *, waiting: int = 0, clock: Clock | None = None, dead: bool = False) -> Gate:
-    failure = EngineDeadError("the device is gone") if dead else None
-    engine = SimpleNamespace(failure=failure, num_waiting=waiting)
+    engine = SimpleNamespace(failure=EngineDeadError("the device is gone") if dead else None, num_waiting=waiting)
     return Gate(engine, max_queue_len, clock=clock or Clock())  # type: ignore[arg-type]
 
 
@@ -186,10 +185,9 @@ def test_messages_may_carry_what_servers_have_added_to_them() -> None:
 
 @given(st.text(), st.text())
 def test_whatever_the_text_an_event_is_json(text: str, model: str) -> None:
-    delta = CompletionOutput(0, text, (5,), None, None)
     for written in (CompletionFormat, ChatFormat):
         form = written(model, token_texts(None), with_token_ids=True, request_id="7")
-        event = form.event(3, delta, {"usage": {"total_tokens": 3}})
+        event = form.event(3, CompletionOutput(0, text, (5,), None, None), {"usage": {"total_tokens": 3}})
         assert event.endswith(b"\n\n")
         assert event.count(b"\n") == 2
         fields = json.loads(event.removeprefix(b"data: "))

@@ -60,8 +60,7 @@ class TestDecodeLoad:
         assert level.budget_ms == pytest.approx(15.0 - reserve_ms / TUNING.budget_horizon_tokens)
 
     def test_slack_is_one_long_wait_and_then_solo_steps(self) -> None:
-        row = RowProgress(10.0, 1, 10, 15.0)
-        assert load_of(row).slack_ms == pytest.approx(
+        assert load_of(RowProgress(10.0, 1, 10, 15.0)).slack_ms == pytest.approx(
             10 * 15.0 * (1 - TUNING.reserve_share) - TUNING.reserve_ms - 9 * SOLO_MS
         )
         far = load_of(RowProgress(10.0, 1, MANY, 15.0)).slack_ms

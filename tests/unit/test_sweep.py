@@ -85,8 +85,7 @@ def test_the_machine_and_code_of_each_start_are_told(path: Path) -> None:
     later = PROVENANCE | {"date_utc": "2026-03-05T00:00:00+00:00"}
     other = later | {"git_commit": "def"}
     for rate, provenance in enumerate((later, other, other), start=2):
-        sweep = Sweep.open(path, settings=SETTINGS, provenance=provenance, overwrite=False)
-        sweep.add_run(AUTO, run_at(rate))
+        Sweep.open(path, settings=SETTINGS, provenance=provenance, overwrite=False).add_run(AUTO, run_at(rate))
     sweep = Sweep.read(path)
     assert (sweep.provenance, sweep.continued) == (PROVENANCE, [other])
 
@@ -326,8 +325,7 @@ def test_each_comparison_has_its_pictures_from_the_file_alone(path: Path) -> Non
     sweep = make_sweep()
     pictures = draw_sweep(sweep, "svg")
     tasks = "azure-conv-600-requests-ttft-500ms-tpot-15ms", "azure-code-600-requests-ttft-0.2ms-token"
-    of_tasks = {f"rates_{task}.svg" for task in tasks}
-    assert set(pictures) == {"goodput.svg"} | of_tasks
+    assert set(pictures) == {"goodput.svg"} | {f"rates_{task}.svg" for task in tasks}
     assert all(picture.lstrip().startswith(b"<?xml") for picture in pictures.values())
     path.write_text(json.dumps(sweep.fields()))
     assert draw_sweep(Sweep.read(path), "svg") == pictures, "the same, byte for byte"

@@ -61,8 +61,7 @@ def test_encode_and_decode_equal_those_of_transformers(folder: Path, tokenizer: 
         assert ids == reference.encode(MULTI_BYTE, add_special_tokens=special)
         assert (ids[0] == BOS_TOKEN_ID) == special
         assert tokenizer.decode(ids) == MULTI_BYTE
-    ids = tokenizer.encode("one")
-    assert tokenizer.decode(ids, skip_special_tokens=False) == f"{BOS_TOKEN}one"
+    assert tokenizer.decode(tokenizer.encode("one"), skip_special_tokens=False) == f"{BOS_TOKEN}one"
 
 
 def test_ids_outside_the_vocabulary_add_no_text(tokenizer: Tokenizer) -> None:
@@ -137,8 +136,7 @@ def test_stream_holds_back_incomplete_characters(tokenizer: Tokenizer) -> None:
     assert [stream.push(token_id) for token_id in ids] == ["", "h", "", "", "", "🙂", "", "é", "!", ""]
     assert stream.flush() == ""
     # The end of the text gives what never became a character.
-    ids = tokenizer.encode("a🙂")[:-2]
-    assert [stream.push(token_id) for token_id in ids] == ["", "a", "", ""]
+    assert [stream.push(token_id) for token_id in tokenizer.encode("a🙂")[:-2]] == ["", "a", "", ""]
     assert stream.flush() == "\ufffd"
     assert stream.flush() == ""
 

@@ -113,7 +113,6 @@ JSON = st.recursive(
     st.sampled_from([None, 1]),
 )
 def test_calls_come_out_unchanged(words: str, calls: list[tuple[str, dict[str, Any]]], most_calls: int | None) -> None:
-    expected = calls[:most_calls]
     for form, key in ((HERMES, "arguments"), (LLAMA, "parameters"), (MISTRAL, "arguments"), (FORCED, "parameters")):
         texts = [json.dumps({"name": name, key: arguments}) for name, arguments in calls]
         text = {
@@ -124,7 +123,7 @@ def test_calls_come_out_unchanged(words: str, calls: list[tuple[str, dict[str, A
         }[form]
         found, told = parse(form, text, most_calls=most_calls)
         assert found == (words.rstrip() if form.begin else "")
-        assert [(name, json.loads(arguments)) for name, arguments in told] == expected
+        assert [(name, json.loads(arguments)) for name, arguments in told] == calls[:most_calls]
 
 
 def test_long_answers_take_time_in_proportion() -> None:

@@ -387,10 +387,8 @@ def test_a_workload_without_times_has_none_to_replay() -> None:
 
 
 def test_a_workload_is_cut_and_a_synthetic_one_made_longer() -> None:
-    code, trace = (
-        load_workload("synthetic:code", num_requests=None, seed=3),
-        load_workload("azure:code", num_requests=9),
-    )
+    code = load_workload("synthetic:code", num_requests=None, seed=3)
+    trace = load_workload("azure:code", num_requests=9)
     longer = code.first(1500)
     assert (len(longer.requests), longer.first(1000)) == (1500, code)
     assert trace.first(20) == trace
