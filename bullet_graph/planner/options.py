@@ -210,7 +210,8 @@ class Options:
         """
         most = min(self._predictor.max_chunk_tokens, self.backlog.tokens)
         halvings = range(max((most // TUNING.least_chunk_tokens).bit_length(), 1))
-        sizes = [full_rows(self.batch_size + (most >> halving)) - self.batch_size for halving in halvings]
+        rows = self.batch_size
+        sizes = [min(full_rows(rows + (most >> halving)) - rows, most) for halving in halvings]
         if self.limit_ms == math.inf:
             return [self.mixed(tokens) for tokens in sizes]
         steady = self.largest_mixed() or self.mixed(TUNING.floor_tokens)

@@ -62,19 +62,19 @@ def test_a_prompt_beside_the_most_rows_that_decode(monkeypatch: pytest.MonkeyPat
 
 @torch.inference_mode()
 def test_prompts_beside_decode_are_launched_in_slices_of_layers(monkeypatch: pytest.MonkeyPatch) -> None:
-    bench = new_bench(monkeypatch, num_layers=17)
+    monkeypatch.setattr(bursts, "_SLICE_LAYERS", 1)
+    bench = new_bench(monkeypatch, num_layers=3)
     bench.num_sms = 132
     point = ProfilePoint("split", sms=32, batch_size=1, context_tokens=8, tokens=8)
     whole, _ = bench._eager.run(lay_out(bench._chunk(point), None, BLOCK_TOKENS), whole_gpu=False)
     eager, ends = bench._eager, []
-    layers = Mock(wraps=eager.run_layers)
-    finish = eager.finish
+    layers, finish = Mock(wraps=eager.run_layers), eager.finish
     monkeypatch.setattr(eager, "run_layers", layers)
     monkeypatch.setattr(eager, "finish", lambda forward: ends.append(finish(forward)[0].equal(whole)))
     lane = bench.lanes(point)[1]
     for _ in range(6):
         lane.launch()
-    assert [call.args[1:] for call in layers.call_args_list] == [(0, 8), (8, 16), (16, None)] * 2
+    assert [call.args[1:] for call in layers.call_args_list] == [(0, 1), (1, 2), (2, None)] * 2
     assert all(call.kwargs == {"whole_gpu": False} for call in layers.call_args_list)
     assert ends == [True, True]
 
