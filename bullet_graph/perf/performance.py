@@ -28,7 +28,7 @@ def attention_pairs(tokens: int, cached_tokens: int = 0) -> float:
 
 
 def full_rows(rows: int) -> int:
-    """The rows of the tiles that ``rows`` take: matrix kernels compute 128 rows at a time, of fewer than that 64."""
+    """The rows of the tiles that ``rows`` take: matrix kernels compute tiles of 128 rows, of 64 if that is enough."""
     tile = 64 if rows <= 64 else 128
     return -(-rows // tile) * tile
 

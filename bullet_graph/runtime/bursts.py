@@ -37,8 +37,7 @@ from bullet_graph.runtime.step import DecodeBatch, PrefillBatch
 _AHEAD = 2
 """Launches in flight on each lane, as in the engine."""
 _SLICE_LAYERS = 8
-"""Layers of a prefill launch beside decode: the driver queues some 1,000 kernels of a stream. The host waits to queue
-another one, and decode waits for the host."""
+"""Layers of a prefill launch beside decode, as in the engine: until the host has launched them, decode waits for it."""
 
 Span = tuple[int, int]
 """The first and the last of some launches, by their numbers."""
