@@ -145,9 +145,10 @@ def load_package(package: Path, part: LayerPart) -> CompiledPart:
     loader = torch._C._aoti.AOTIModelPackageLoader(
         str(package), "model", True, 1, -1 if device.index is None else device.index
     )
+    run = loader.boxed_run
 
     def loaded(*arguments: Any) -> tuple[Tensor, Tensor]:
-        x, residual = loader.boxed_run(_tensors(arguments))
+        x, residual = run(_tensors(arguments))
         return x, residual
 
     loaded(*part.arguments)

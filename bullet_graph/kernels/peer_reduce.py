@@ -34,8 +34,8 @@ _MIN_BLOCK = 1024
 _WORD_BYTES = 8
 _LOOKS = 2**17
 """A program that waits reads the host's word after so many looks of 0.4 to 0.8 µs. A launch's reads take turns, 0.8 µs
-a warp, 10 ms in all for 512 rows. If a wait of 10 ms made the other rank read at the next sum, then this one, and so
-on, each sum would take as long: 384 rows took 1.4 s a step instead of 35 ms (bench/LOG.md)."""
+a warp, 10 ms in all for 512 rows. The other rank waits for them at the next sum, and must not read in that time. After
+256 looks it did, then this rank did: 384 rows took 1.4 s a step instead of 35 ms (bench/LOG.md)."""
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _PROGRAMS, _BLOCK, _SHARED, _ENDED = (tl.constexpr(n) for n in (MAX_PROGRAMS, BLOCK_BYTES, SHARED_BYTES, ENDED))
 

@@ -139,7 +139,9 @@ def open_backend(name: str, partitions: Sequence[SmPartition], *, device: int = 
 
     Raises PartitionError where it cannot be opened here, or a partition does not hold.
     """
-    candidates = [name] if name != AUTO else ["none"] if set(partitions) <= {WHOLE_GPU} else list(OPENERS)
+    candidates = [name] if name != AUTO else list(OPENERS)
+    if name == AUTO and set(partitions) <= {WHOLE_GPU}:
+        candidates = ["none"]
     refused: list[str] = []
     with closing(SmidProbe(device)) as probe:
         for candidate in candidates:

@@ -285,12 +285,12 @@ class MixedTimes:
     A forward has three parts: the attention of its prompt rows (a slope in their depth, from prefill alone), that of
     its decode rows (a slope in KV tokens, from the mixed points, else from decode alone), and the rest, a surface over
     prompt rows and decode rows. Without mixed points the rest is a prefill of all rows together. ``points`` are (prompt
-    rows, decode rows, context, milliseconds); ``decode`` and ``prefill`` are alone on the whole GPU. Where all points
-    fill their tiles, other forwards take as long as those that do.
+    rows, decode rows, context, milliseconds); ``decode`` and ``prefill`` are alone on the whole GPU. If all points
+    fill their tiles, rows are rounded up to full tiles.
     """
 
     def __init__(self, points: Sequence[tuple[int, int, int, float]], decode: Surface, prefill: Surface) -> None:
-        self._fill = bool(points) and all(
+        self._has_tiles = bool(points) and all(
             full_rows(tokens + batch_size) == tokens + batch_size for tokens, batch_size, _, _ in points
         )
         measured_xs = sorted({float(tokens) for tokens, _, _, _ in points})
@@ -315,7 +315,7 @@ class MixedTimes:
 
     def __call__(self, tokens: int, pairs: float, batch_size: int, kv_tokens: float) -> tuple[float, bool]:
         """Milliseconds, and whether rows and batch lie within the measured range."""
-        filled = full_rows(tokens + batch_size) - batch_size if self._fill else tokens
+        filled = full_rows(tokens + batch_size) - batch_size if self._has_tiles else tokens
         ms = (
             self._rest(filled, batch_size)
             + _interpolate(self._xs, self._depth_ms, tokens) * pairs / tokens

@@ -90,8 +90,8 @@ class FedLane:
     def span(self, from_s: float) -> Span:
         """The launches that finished from ``from_s`` on, or the last few, in whole forwards."""
         last = len(self._done_s) - 1
-        num_launches = last - min(bisect_left(self._done_s, from_s), last - self._enough)
-        return last - num_launches + num_launches % self._num_launches, last
+        count = last - min(bisect_left(self._done_s, from_s), last - self._enough)
+        return last - count + count % self._num_launches, last
 
     def interval_ms(self, span: Span) -> float:
         """Mean time between the end of one forward and the next."""
@@ -257,10 +257,11 @@ class Workbench:
             lanes.append(FedLane(stream, lambda: self._eager.run(mixed), partial(announce, 0)))
         if point.kind in ("prefill", "split"):
             chunk = lay_out(self._chunk(point), None, KV_BLOCK_TOKENS)
-            # On the whole GPU as on the decode lane, with piecewise graphs.
-            run, num_launches = partial(self._eager.run, chunk, whole_gpu=partition == WHOLE_GPU), 1
             if point.kind == "split":
                 run, num_launches = partial(next, self._slices(chunk)), -(-self._num_layers // _SLICE_LAYERS)
+            else:
+                # On the whole GPU as on the decode lane, with piecewise graphs.
+                run, num_launches = partial(self._eager.run, chunk, whole_gpu=partition == WHOLE_GPU), 1
             lanes.append(FedLane(self._stream("prefill", partition), run, partial(announce, len(lanes)), num_launches))
         return lanes
 
