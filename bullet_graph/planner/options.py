@@ -8,7 +8,7 @@ from functools import cached_property
 from itertools import product, takewhile
 from typing import Literal, NamedTuple, get_args
 
-from bullet_graph.perf.performance import PerformanceModel, Prediction, attention_pairs, full_rows
+from bullet_graph.perf.performance import PerformanceModel, Prediction, attention_pairs
 from bullet_graph.planner.plan import DecodeLoad, Load, Option, PolicyName
 from bullet_graph.planner.tuning import TUNING
 
@@ -206,12 +206,14 @@ class Options:
     def mixed_sizes(self) -> list[Option]:
         """Mixed forwards to weigh: all rows, half of them, and so on; with a limit, the largest within it, and bursts.
 
+        Parts of the prompt rows fill tiles, together with the rows that decode.
         A burst exceeds the limit once, within the slack of every sequence, and costs no more per prompt token.
         """
         most = min(self._predictor.max_chunk_tokens, self.backlog.tokens)
-        halvings = range(max((most // TUNING.least_chunk_tokens).bit_length(), 1))
-        rows = self.batch_size
-        sizes = [min(full_rows(rows + (most >> halving)) - rows, most) for halving in halvings]
+        halvings = range(1, (most // TUNING.least_chunk_tokens).bit_length())
+        rows, tile = self.batch_size, TUNING.tile_rows
+        filling = ((rows + (most >> halving)) // tile * tile - rows for halving in halvings)
+        sizes = [most, *(tokens for tokens in filling if tokens > 0)]
         if self.limit_ms == math.inf:
             return [self.mixed(tokens) for tokens in sizes]
         steady = self.largest_mixed() or self.mixed(TUNING.floor_tokens)

@@ -177,8 +177,8 @@ class TestAuto:
 
         plans = [plan_with(slack, ExpertModel()) for slack in (20.0, 30.0, 40.0)]
         assert chosen(plans[0]).interval_ms <= TUNING.budget_cap * 15.0
-        # Half of the rows fill 640 with those that decode; all of them are no more.
-        assert [plan.chunk_tokens for plan in plans[1:]] == [640 - 16, 1000]
+        # Half of the rows fill 512 with those that decode; all of them are no more.
+        assert [plan.chunk_tokens for plan in plans[1:]] == [512 - 16, 1000]
         for slack, option in zip((30.0, 40.0), map(chosen, plans[1:]), strict=True):
             assert TUNING.budget_cap * 15.0 < option.interval_ms <= slack
             assert option.holds_tpot
