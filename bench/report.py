@@ -277,15 +277,14 @@ INTRODUCTION = """# Measurements
 Written by `python -m bench.report` from `{folder}`.
 Machine: {device}, driver {driver}, {versions}. Weights are random, in the models' shapes.
 
-**How to read the ratios.** The model is llama-3.1-8b where none is named. "Ratio" is this engine over vLLM, or the
-peer that is named: goodput should be high, times and energy low. vLLM takes 512 tokens a step, all at once 8,192. It
-served fewer with 384, with 160 to 192 within 8 ms, and with 2,048 on chats (log). SGLang mixes prompts with decode.
-This engine runs `auto`, and its best all at once. Goodput is the highest rate at which 90 % of the requests
-(`goodput_99`: 99 %) meet both targets ("500/15 ms": of TTFT and TPOT), in runs of at least 120 s.
-"<": the lowest rate at which it failed; the ratio is then a bound. "Worse here": what is worse by more than 2 % at the
-highest load that both ran. At its own, higher goodput this engine has the longer tail of TTFT: a queue grows, and 10 %
-may miss. "Limit" is the time of the same kernels alone, on the same card under its power cap, or of the bytes at a
-copy's rate. Cards of one name differ by 6 %: compare figures of one card only. Most files are older than the engine.
+**How to read the ratios.** The model is llama-3.1-8b where none is named. "Ratio" is this engine over vLLM or the
+named peer: goodput should be high, times and energy low. vLLM takes 512 tokens a step, on 2 GPUs 256, all at once
+8,192. It served fewer with 384, with 160 to 192 within 8 ms, and with 2,048 on chats (log). SGLang mixes prompts with
+decode. This engine runs `auto`, and its best all at once. Goodput is the highest rate at which 90 % of the requests
+(`goodput_99`: 99 %) meet both targets ("500/15 ms": of TTFT and TPOT), for at least 120 s. "<": the lowest rate at
+which it failed; the ratio is then a bound. "Worse here": by more than 2 % at the highest load that both ran. At its
+own, higher goodput this engine's tail of TTFT is longer: a queue grows. Cards of one name differ by 6 %: compare
+figures of one card. Most files are older than the engine.
 
 ## Headline figures
 
@@ -323,8 +322,8 @@ SIMULATED = """
 ## Simulated beside measured
 
 The fastest stable run of `auto` for each: measured / simulated (`python -m bench.simulator_error`); then who is on
-time under `mixed` and `split`, and the share of device time that `auto` runs split. The H100's chats were measured
-before prompts waited for room.
+time under `mixed` and `split`, and the share of `auto`'s time that is split. The H100's chats were measured before
+prompts waited for room.
 
 | GPU, requests, rate | on time, % | median TPOT, ms | p99 TTFT, ms | `mixed` / `split` | split, % |
 | --- | ---: | ---: | ---: | ---: | ---: |
@@ -332,7 +331,7 @@ before prompts waited for room.
 FILES = """
 ## Files
 
-Each file has its date, command (`argv`), device, versions and commit; but these lack the command:
+Each file has its date, device, versions, commit and command (`argv`). Without the command:
 """
 
 
@@ -386,7 +385,7 @@ def make_report(sources: Sequence[Source], folder: str, pictures: str, simulatio
         *other_gpus(simulations.parent, folder),
         splitting.SECTION.format(path=f"{pictures}/{splitting.PLOT}"),
         *(title + rows for title, of in sections.items() if (rows := "\n".join(of(simulated)))),
-        FILES + ", ".join(f"`{source.name}`" for source in sources if not source.has_command),
+        FILES + ", ".join(f"`{source.name.removesuffix('.json')}`" for source in sources if not source.has_command),
     ]
     return "\n".join(lines).replace(USUAL, "") + "\n"
 

@@ -11,6 +11,7 @@ from matplotlib.figure import Figure
 
 from bullet_graph.models.presets import resolve_model
 from bullet_graph.models.quantization import in_formats
+from bullet_graph.models.sharding import shard
 from bullet_graph.perf.performance import PerformanceModel, Prediction
 from bullet_graph.perf.table import PerfTable, gpu_nickname, list_tables, read_table
 from bullet_graph.planner.tuning import TUNING
@@ -79,14 +80,15 @@ def draw_splitting() -> Figure:
 
 
 def _draw(panel: Axes, table: PerfTable) -> None:
-    kv = "fp8" if table.key.shape.get("fp8_kv") else "auto"
+    kv, ranks = "fp8" if table.key.shape.get("fp8_kv") else "auto", table.key.shape.get("num_ranks", 1)
     shape = in_formats(resolve_model(table.key.model).config, quantization=None, kv_cache_dtype=kv)
-    model = table_model(table, max(batch for _, batch in LOADS), shape)
+    model = table_model(table, max(batch for _, batch in LOADS), shard(shape, ranks, 0))
     for context, batch in LOADS:
         points = [(target, min(ratio, _HIGHEST), known) for target, ratio, known in ratios(model, context, batch)]
         (line,) = panel.plot(*zip(*((x, y) for x, y, _ in points), strict=True), label=f"{batch} × {context:,}")
         for x, y, is_measured in points:
             panel.plot(x, y, "o", markersize=4, color=line.get_color(), fillstyle="full" if is_measured else "none")
     panel.axhline(1.0, color="#999999", linewidth=1)
-    panel.set_title(f"{table.key.model}{', FP8 KV' if kv == 'fp8' else ''}, {gpu_nickname(table.key.gpu).upper()}")
+    gpus = f"{ranks} × " * (ranks > 1) + gpu_nickname(table.key.gpu).upper()
+    panel.set_title(f"{table.key.model}{', FP8 KV' * (kv == 'fp8')}, {gpus}")
     panel.set_ylim(0, _HIGHEST)

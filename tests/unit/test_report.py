@@ -94,7 +94,7 @@ def test_figures_ratios_and_limits(results: Path, tmp_path: Path) -> None:
     assert f"| goodput_90, conv, 500/15 ms | {cells} | – | `peers_conv` |" in text
     assert "| start, from a capture cache | 6.5 s |" in text
     assert "| conv, 500/15 | ≥ 20 / < 1.25 | ≥ 20 / < 1.25 |" in text
-    assert text.endswith("`bare.json`, `notes.json`, `peers_conv.json`, `peers_offline.json`\n")
+    assert text.endswith("`bare`, `notes`, `peers_conv`, `peers_offline`\n")
     pictures = sorted(path.name for path in (tmp_path / "report").iterdir())
     assert pictures == ["goodput.svg", "on_time.svg", "splitting.svg"]
     assert all(f"](report/{name})" in text for name in pictures)
