@@ -21,12 +21,13 @@ from bullet_graph.config import KV_BLOCK_TOKENS
 from bullet_graph.errors import BulletGraphError, ConfigError
 from bullet_graph.models.presets import resolve_model
 from bullet_graph.models.quantization import in_formats
+from bullet_graph.models.sharding import shard
 from bullet_graph.perf.roofline import kv_cache_bytes_per_token
 from bullet_graph.perf.table import gpu_nickname
 
 FIGURES = ("slo_attainment", "median_ttft_ms", "p99_ttft_ms", "median_tpot_ms", "p99_itl_ms", "output_throughput")
 POLICIES = ("auto", "mixed", "split")
-_LIMITS = ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "kv_cache_dtype", "seed")
+_LIMITS = ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "kv_cache_dtype", "tensor_parallel_size", "seed")
 
 
 def measured_runs(source: Source) -> Iterator[tuple[dict[str, Any], Run]]:
@@ -41,7 +42,8 @@ def command_of(settings: dict[str, Any], cell: dict[str, Any], run: Run) -> list
     """Arguments of ``bullet-graph`` that simulate a run of a file with these settings."""
     limits = {name: settings[name] for name in _LIMITS if settings.get(name) is not None}
     kv_cache_dtype = settings.get("kv_cache_dtype") or "auto"
-    model = in_formats(resolve_model(settings["model"]).config, quantization=None, kv_cache_dtype=kv_cache_dtype)
+    whole = in_formats(resolve_model(settings["model"]).config, quantization=None, kv_cache_dtype=kv_cache_dtype)
+    model = shard(whole, settings.get("tensor_parallel_size", 1), 0)
     # Hits in the prefix cache depend on its size. One block is padding.
     tokens = run["system_settings"]["kv_cache_tokens"] + KV_BLOCK_TOKENS
     options = {
