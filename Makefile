@@ -56,7 +56,7 @@ typecheck: $(VENV)/.installed-dev ## mypy --strict
 
 # A file's tests share what is made for them, so one process runs them; those of tests/e2e, which last long, come first.
 unit: $(VENV)/.installed-dev ## all tests that need no GPU
-	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder -m 'not gpu' --timeout 180 --durations=10
+	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder -m 'not gpu' --timeout 60 --durations=10
 
 test-thorough: $(VENV)/.installed-dev ## ten times the examples of properties that need a whole simulation
 	$(BIN)/pytest tests/unit -n 2 --hypothesis-profile thorough -m 'not gpu'

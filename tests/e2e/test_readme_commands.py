@@ -52,7 +52,7 @@ def test_the_first_commands_of_the_readme_work_in_a_clone(clone: Path) -> None:
         env=os.environ | {"PYTHONPATH": str(clone)},
         capture_output=True,
         text=True,
-        timeout=170,
+        timeout=55,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr

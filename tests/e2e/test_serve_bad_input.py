@@ -209,7 +209,7 @@ def test_requests_that_schemathesis_makes_up_are_answered_as_described(served: S
             )
             @given(case=operation.as_strategy(generation_mode=mode))
             def answer(case: schemathesis.Case) -> None:
-                response = case.call(timeout=60)
+                response = case.call()
                 seen[case.path][response.status_code] += 1
                 # That what fits the description is accepted cannot be told from it: a prompt may be too long.
                 # A body that is too long is refused unread, which the library does not count as a refusal.

@@ -130,14 +130,14 @@ def test_a_measured_run_is_simulated_by_its_own_settings(tmp_path: Path) -> None
     own = cell("bullet_graph auto", run, run_at(3.0, 0.9, sustained=False), slo="ttft:500ms tpot:50ms")
     own["workload"] = "synthetic:conv"
     peer = cell(VLLM_512, run_at(1.5, 0.8, sustained=True))
-    settings = {"device_name": "NVIDIA H200", "model": "llama-3.1-8b", "max_model_len": 16384}
+    settings = {"device_name": "NVIDIA H200", "model": "llama-3.1-8b", "max_model_len": 16384, "max_num_seqs": 7}
     write_comparison(tmp_path / "peers.json", own, peer, tensor_parallel_size=2, **settings)
     (source,) = read_results(tmp_path)
     ((found, run),) = simulator_error.measured_runs(source)
     assert (found["system"], run["request_rate"]) == ("bullet_graph auto", 1.5)
     arguments = simulator_error.command_of(source.fields["settings"], found, run)
-    words = "h200 llama-3.1-8b synthetic:conv --first-rate 1.5 --burstiness 0.5 --max-model-len 16384 2"
-    assert {*words.split(), "--tensor-parallel-size", str(160_016 * 65_536), "ttft:500 tpot:50"} <= set(arguments)
+    words = "h200 llama-3.1-8b synthetic:conv --first-rate 1.5 --burstiness 0.5 --max-num-seqs 7 16384 2"
+    assert {*words.split(), "--kv-cache-bytes", str(160_016 * 65_536), "ttft:500 tpot:50"} <= set(arguments)
     figures = simulator_error.simulated([*arguments, "--tensor-parallel-size", "1", "--smoke", "--num-prompts", "20"])
     assert list(figures) == ["auto", "mixed", "split"]
     assert {(run["request_rate"], run["backend"]) for run in figures.values()} == {(1.5, "bullet-graph simulate")}
