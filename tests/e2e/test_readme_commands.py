@@ -1,4 +1,4 @@
-"""README's first commands work in a fresh clone, typed one after the other, on a CPU."""
+"""README's first commands work in a fresh clone, on a CPU."""
 
 import os
 import re
@@ -13,14 +13,17 @@ import torch
 from checkpoints import write_checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]
+BLOCKS = re.findall(r"^```\n(.*?)^```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+DEMO, ACTIVATE, *LINES = re.findall("^(?:make|source|bullet-graph) .*", "".join(BLOCKS), re.MULTILINE)
 ON_A_GPU = ("profile", "llama-3.1-8b")
 """Words of commands that need one."""
+SHOWN = {"serve": "there is no performance table", "generate": "Memory ledger", "simulate": "met all targets, %"}
 
 
-@pytest.fixture
-def clone(tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A clone with this virtual environment, as after an installation, and a small model in the large one's place."""
-    folder = tmp_path / "clone"
+    folder = tmp_path_factory.mktemp("readme") / "clone"
     subprocess.run(["git", "clone", "--quiet", ROOT, folder], check=True)
     (folder / ".venv").mkdir()
     (folder / ".venv" / "bin").symlink_to(Path(sys.executable).parent)
@@ -31,23 +34,19 @@ def clone(tmp_path: Path) -> Path:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU, they run an 8B model")
 @pytest.mark.skipif(not (ROOT / ".git").exists() or shutil.which("make") is None, reason="needs git and make")
-def test_the_first_commands_of_the_readme_work_in_a_clone(clone: Path) -> None:
-    blocks = re.findall(r"^```\n(.*?)^```", (clone / "README.md").read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
-    lines = [line for block in blocks for line in block.splitlines() if re.match("make |source |bullet-graph ", line)]
-    assert lines[:2] == [next(line for line in lines if line.startswith("make demo")), "source .venv/bin/activate"]
-    script = ["set -e"]
-    for line in lines:
-        if line.startswith("bullet-graph serve"):
-            script += [f"{line.partition('#')[0]} 2>server.log &", "server=$!"]
-        elif not any(word in line for word in (*ON_A_GPU, "make demo")):  # that is what .ci/run ends with
-            script.append(line)
-    script += ["until grep -q 'serving ./Qwen3-8B at' server.log; do kill -0 $server; sleep 0.1; done"]
-    script += ["kill -TERM $server", "wait $server", "grep . server.log"]
-    with socket.socket() as probe:
-        if probe.connect_ex(("127.0.0.1", 8000)) == 0:
-            pytest.skip("the server's port is in use")
+@pytest.mark.parametrize("line", [line for line in LINES if not any(word in line for word in ON_A_GPU)])
+def test_a_command_of_the_readme_works_in_a_clone(line: str, clone: Path) -> None:
+    assert (DEMO[:9], ACTIVATE) == ("make demo", "source .venv/bin/activate")  # .ci/run ends with the former
+    command = line.split()[1]
+    if command == "serve":
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", 8000)) == 0:
+                pytest.skip("the server's port is in use")
+        line = f"""{line.partition("#")[0]} 2>log &
+        until grep -q 'serving ./Qwen3-8B at' log; do kill -0 $!; sleep 0.1; done
+        kill -TERM $!; wait $!; cat log"""
     done = subprocess.run(
-        ["bash", "-c", "\n".join(script)],
+        ["bash", "-c", f"set -e\n{ACTIVATE}\n{line}"],
         cwd=clone,
         env=os.environ | {"PYTHONPATH": str(clone)},
         capture_output=True,
@@ -56,5 +55,4 @@ def test_the_first_commands_of_the_readme_work_in_a_clone(clone: Path) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    for shown in ("met all targets, %", "there is no performance table"):
-        assert shown in done.stdout + done.stderr
+    assert SHOWN[command] in done.stdout + done.stderr

@@ -8,6 +8,7 @@ import pytest
 from compiled_triton import run_compiled
 
 pytest.importorskip("triton", reason="Triton is published for Linux only")
+pytestmark = pytest.mark.timeout(180)
 
 FIRST, SECOND = "decode_attention_kernel", "combine_partials_kernel"
 WAIT, TRIGGER = "griddepcontrol.wait", "griddepcontrol.launch_dependents"
