@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
 from itertools import product, takewhile
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, get_args
 
 from bullet_graph.perf.performance import PerformanceModel, Prediction, attention_pairs
 from bullet_graph.planner.plan import DecodeLoad, Load, Option, PolicyName
@@ -106,38 +106,6 @@ class Backlog:
         predictor = self._predictor
         return predictor.model.prefill(tokens, self.pairs(tokens)).ms * predictor.corrections[policy, "slice"]
 
-    def demand(self, ms_per_token: float) -> "Demand":
-        """What the deadlines require that can be met at ``ms_per_token``."""
-        load, tokens, first_ms = self._load, 0.0, math.inf
-        tightest, some_late = (0.0, math.inf), False
-        dues: list[tuple[float, float]] = []
-        if load.chunk is not None:
-            tokens = load.chunk.tokens * load.chunk.layers_left / self._predictor.model.num_layers
-            dues.append((tokens, load.chunk.deadline_s))
-        for prompt in load.prompts:
-            tokens += prompt.tokens_left
-            dues.append((tokens, prompt.deadline_s))
-        for tokens, deadline_s in dues:
-            ms = (deadline_s - load.now_s) * 1e3 * TUNING.ttft_share
-            if tokens * ms_per_token > ms:
-                some_late = True
-            elif ms < math.inf:
-                first_ms = min(first_ms, ms)
-                if tokens * tightest[1] > tightest[0] * ms:
-                    tightest = (tokens, ms)
-        return Demand(first_ms, tightest[0] / tightest[1], some_late)
-
-
-class Demand(NamedTuple):
-    """Time to the earliest deadline that can be met (infinite without any), and the rate that meets all of those.
-
-    With ``some_late``, other deadlines are missed at any rate; their prompts wait for the highest rate.
-    """
-
-    first_ms: float
-    tokens_per_ms: float
-    some_late: bool
-
 
 class Options:
     """Corrected predictions for a load in which sequences decode while prompts wait or a chunk is under way.
@@ -172,10 +140,6 @@ class Options:
         """Time per token in the best chunk, alone on the whole GPU."""
         tokens, prediction = self._whole_chunk
         return prediction.ms * self._corrections["solo", "slice"] / tokens
-
-    @cached_property
-    def demand(self) -> Demand:
-        return self.backlog.demand(self.prefill_ms_per_token)
 
     @cached_property
     def _step_worth_ms(self) -> float:
@@ -285,8 +249,6 @@ class Options:
         decode_sms: int | None = None,
         slice_layers: int = 0,
     ) -> Option:
-        left = tokens * self.backlog.layers_left / self._model.num_layers
-        chunk_ms = left / tokens_per_ms if tokens_per_ms else math.inf
         return Option(
             policy,
             decode_sms,
@@ -297,5 +259,4 @@ class Options:
             tokens_per_ms * self.prefill_ms_per_token + self._step_worth_ms / interval_ms,
             measured,
             interval_ms <= self.budget_ms,
-            tokens_per_ms >= self.demand.tokens_per_ms and chunk_ms <= self.demand.first_ms,
         )

@@ -85,7 +85,6 @@ class Option:
         throughput: prefill rate ÷ its solo rate + decode rate ÷ its solo rate; more than 1 beats taking turns.
         measured: the prediction rests on measured points alone.
         holds_tpot: the interval is within the budget, or that of a burst within the slack.
-        holds_ttft: the rate meets the deadlines that can be met, and the next chunk ends before the earliest.
     """
 
     policy: PolicyName
@@ -97,7 +96,6 @@ class Option:
     throughput: float
     measured: bool
     holds_tpot: bool
-    holds_ttft: bool
 
     @property
     def prefill_ms(self) -> float:

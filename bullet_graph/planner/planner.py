@@ -174,30 +174,21 @@ class Planner:
         if unlimited:
             first = options.prefill_only()
             weighed.append(first)
-            others_hold = any(option.holds_ttft for option in beside)
-            if first.holds_ttft and not others_hold:
+            # While the next prompt can be on time, it does not wait for decode.
+            if load.now_s < load.prompts[0].deadline_s < math.inf:
                 return self._follow(first, options, load, "ttft", weighed)
-            is_faster = max(map(self._throughput, beside)) < TUNING.beside_gain * first.throughput
-            if is_faster and first.holds_ttft == others_hold:
+            if max(map(self._throughput, beside)) < TUNING.beside_gain * first.throughput:
                 return self._follow(first, options, load, "throughput", weighed)
         holding = [option for option in beside if option.holds_tpot or options.infeasible]
-        on_time = [option for option in holding if option.holds_ttft]
-        bound: Bound = "ttft"
-        if on_time:
-            option = max(on_time, key=self._rate if options.demand.some_late else self._throughput)
-            bound = "throughput" if options.limit_ms == math.inf else "tpot"
-        elif holding:
-            option = max(holding, key=self._rate)
+        bound: Bound = "throughput" if options.limit_ms == math.inf else "tpot"
+        if holding:
+            option = max(holding, key=self._throughput)
         elif self._paused_s < TUNING.pause_patience_s:
             # The prompts can wait for decode to catch up; no pause lasts for ever.
-            option, bound = pause, "tpot"
+            option = pause
         else:
-            option = min(beside, key=attrgetter("interval_ms"))
+            option, bound = min(beside, key=attrgetter("interval_ms")), "ttft"
         return self._follow(option, options, load, bound, weighed)
-
-    def _rate(self, option: Option) -> float:
-        """Prefill rate, discounted on the prefill lane."""
-        return option.prefill_tokens_per_s * (TUNING.lane_share if option.slice_layers else 1.0)
 
     def _throughput(self, option: Option) -> float:
         """Normalized throughput, discounted on the prefill lane."""

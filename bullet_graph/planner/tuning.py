@@ -30,7 +30,6 @@ class PlannerTuning:
     split_slice_ms: float = 5.0  # slices beside decode aim at this time, so that the split can soon change
     split_launch_ms: float = 1.6  # host time to launch one slice; the next decode step waits for the host
     solo_slice_ms: float = 8.0  # slices aim at this time when nothing decodes
-    ttft_share: float = 0.95  # share of the time to a deadline that prefill may be planned to take
     # Intervals are planned up to this many times the tightest TPOT target; a larger lead is kept.
     budget_cap: float = 1.15
     # A burst lasts at most this many times the tightest TPOT target; with 2, half of its gain is lost (bench/LOG.md).

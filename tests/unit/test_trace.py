@@ -31,7 +31,7 @@ from bullet_graph.slo import NO_TARGETS, Slo
 HEADER = TraceHeader("tiny", "cpu", 132, 4, "auto", "tpot:15ms", "1.0")
 DECODE = DecodeLoad(batch_size=3, kv_tokens=300, budget_ms=12.5, slack_ms=math.inf, target_ms=15.0)
 LOAD = Load(7.0, DECODE, (PromptLoad(100, 0, math.inf), PromptLoad(50, 16, 9.0)), 150, None)
-OPTION = Option("split", 32, 2048, 4, 11.5, math.inf, 1.2, True, True, False)
+OPTION = Option("split", 32, 2048, 4, 11.5, math.inf, 1.2, True, True)
 PLAN = Plan(
     "split",
     decode=True,
@@ -91,7 +91,6 @@ def test_what_is_written_is_read_back(path: Path) -> None:
         "throughput": 1.2,
         "measured": True,
         "holds_tpot": True,
-        "holds_ttft": False,
     }
     # What has no limit is null, as JSON has no infinity. A lane that is not confined has all SMs.
     decided = Decision(0, 7.0, 3, 2, 300, 150, 12.5, None, "split", True, 2048, 4, 32, 100, "tpot", (option,), 1)
