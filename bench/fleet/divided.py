@@ -22,7 +22,6 @@ from bullet_graph.perf.metrics import RequestMetrics, ServedRequest
 from bullet_graph.perf.performance import PerformanceModel, attention_pairs
 from bullet_graph.planner.plan import PromptLoad
 from bullet_graph.planner.slack import order_prompts
-from bullet_graph.planner.tuning import TUNING
 from bullet_graph.workloads import WorkloadRequest
 
 _IN_SIGHT = 128
@@ -214,7 +213,7 @@ def prefill_machine(
             coming += 1
         numbers = list(islice(queue, _IN_SIGHT))
         order = order_prompts([queue[number] for number in numbers], now_s, ms_per_token)
-        budget = queued if queued <= min(TUNING.whole_queue_ratio * whole, max_tokens) else whole
+        budget = min(queued, whole)
         rows, pairs, ended = 0, 0.0, []
         for number in (numbers[place] for place in order):
             prompt = queue[number]

@@ -97,9 +97,8 @@ class Backlog:
         return pairs + attention_pairs(tokens - before, self._load.prompts[i].tokens_cached)
 
     def chunk_rows(self, size: int) -> int:
-        """Rows of a chunk that should have about ``size``; those of the chunk under way, if there is one."""
-        whole = min(TUNING.whole_queue_ratio * size, self._predictor.max_chunk_tokens)
-        return self.tokens if self._load.chunk is not None or self.tokens <= whole else size
+        """Rows of a chunk of at most ``size``; those of the chunk under way, if there is one."""
+        return min(self.tokens, size) if self._load.chunk is None else self.tokens
 
     def alone_ms(self, tokens: int, policy: PolicyName) -> float:
         """A forward of the first ``tokens`` prompt rows alone on the whole GPU."""

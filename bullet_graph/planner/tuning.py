@@ -10,8 +10,6 @@ class PlannerTuning:
     # Rows of the largest chunk to aim at on a prefill lane of the whole GPU; a part of the GPU takes its share. A
     # chunk's prompts get their first token when it ends, and no other can begin before.
     lane_chunk_tokens: int = 2048
-    # A queue of up to this many chunk sizes becomes one chunk: a small rest would cost a chunk.
-    whole_queue_ratio: float = 1.25
     # Mixed chunks are multiples of it, in rows, and never smaller while prompts wait.
     row_step: int = 16
     # Smallest mixed chunk to weigh without a time limit: with fewer rows, reading the weights takes all the time.

@@ -14,7 +14,7 @@ MIB = 1024**2
 
 _LIBRARY_BYTES = GIB
 """Estimate for a GPU: loaded kernels, cuBLAS workspaces and the allocator's slack."""
-_LANE_ROWS = 2560
+_LANE_ROWS = 2048
 """Rows of the planner's largest chunk on the prefill lane."""
 _TILE_ROWS = 128
 """Query rows of a tile of FlashInfer's fa2, counted once for each query head of a key head; the most it takes."""

@@ -117,7 +117,7 @@ def test_wider_forwards_cost_activations() -> None:
     assert both.activations_bytes - narrow.activations_bytes == 64 * 4 * (4 * 128 + 2 * 256 + 3 * 384)
     # Its chunks are the planner's.
     mixed, split = (plan(tiny(max_num_batched_tokens=8192, policy=Policy(name)), device) for name in ("mixed", "split"))
-    rows = int(TUNING.lane_chunk_tokens * TUNING.whole_queue_ratio)
+    rows = TUNING.lane_chunk_tokens
     assert split.activations_bytes - mixed.activations_bytes == rows * 4 * (4 * 128 + 2 * 256 + 3 * 384)
 
 

@@ -201,10 +201,10 @@ class TestSplit:
         assert plan.partition == partition_of(48, num_sms=132)
         assert plan.prefill_lane == "prefill"
 
-    def test_a_small_rest_joins_the_chunk(self) -> None:
+    def test_a_queue_is_cut_to_the_chunk_of_the_lane(self) -> None:
         rows = planner("split:48").predictor.lane_chunks[48]
-        assert planner("split:48").plan(load_of(decoding(8), int(1.2 * rows))).chunk_tokens == int(1.2 * rows)
-        assert planner("split:48").plan(load_of(decoding(8), 2 * rows)).chunk_tokens == rows
+        for queued in (rows - 1, rows, rows + 1, 2 * rows):
+            assert planner("split:48").plan(load_of(decoding(8), queued)).chunk_tokens == min(queued, rows)
 
     def test_slices_are_short_and_chunks_follow_the_sms(self) -> None:
         few, many = (planner(f"split:{sms}").plan(load_of(decoding(64), 8000)) for sms in (96, 16))
