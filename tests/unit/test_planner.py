@@ -67,10 +67,12 @@ class TestWithoutChoice:
 
     @pytest.mark.parametrize("policy", ["mixed", "split", "auto"])
     def test_prompts_only_run_as_whole_chunks_on_the_decode_lane(self, policy: str) -> None:
-        plan = planner(policy).plan(load_of(None, 1000, 2000))
+        corrected = planner(policy)
+        corrected.corrections["solo", "slice"] = 1.25
+        plan = corrected.plan(load_of(None, 1000, 2000))
         assert (plan.policy, plan.decode, plan.prefill_lane) == ("solo", False, "decode")
         assert plan.chunk_tokens == 3000
-        assert plan.decode_ms == model().prefill(3000, attention_pairs(1000) + attention_pairs(2000)).ms
+        assert plan.decode_ms == 1.25 * model().prefill(3000, attention_pairs(1000) + attention_pairs(2000)).ms
 
     @pytest.mark.parametrize("policy", ["split", "auto"])
     def test_a_chunk_under_way_goes_on_alone(self, policy: str) -> None:

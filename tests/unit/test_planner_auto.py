@@ -12,7 +12,7 @@ from planner_loads import LAYERS, MAX_CHUNK, POLICIES, chosen, chunk_of, decodin
 
 from bullet_graph.config import Policy
 from bullet_graph.partition.masks import WHOLE_GPU, partition_of
-from bullet_graph.perf.performance import Prediction
+from bullet_graph.perf.performance import Prediction, attention_pairs
 from bullet_graph.perf.predict import TableModel
 from bullet_graph.planner.plan import DecodeLoad, Load, Option, Plan, PromptLoad
 from bullet_graph.planner.planner import Planner
@@ -215,7 +215,9 @@ class TestAuto:
         plan = planner().plan(load_of(decoding(64, tpot=tpot), *[2000] * 8, ttft_ms=ttft_ms))
         go_first = (ttft_ms, tpot) == (200.0, math.inf)
         assert (plan.decode, plan.bound == "ttft") == (not go_first, go_first)
-        assert plan.options[-1].chunk_tokens == plan.chunk_tokens if go_first else plan.policy == "mixed"
+        if go_first:
+            pairs = plan.chunk_tokens // 2000 * attention_pairs(2000) + attention_pairs(plan.chunk_tokens % 2000)
+            assert plan.decode_ms == pytest.approx(model().prefill(plan.chunk_tokens, pairs).ms)
 
     def test_a_plan_costs_few_predictions(self) -> None:
         class Counting:
@@ -283,7 +285,7 @@ def test_plans_are_consistent(policy: str, load: Load) -> None:
         assert plan.partition == WHOLE_GPU
     if plan.policy == "mixed":
         assert (plan.prefill_lane, plan.slice_layers) == ("decode", 0)
-        assert plan.chunk_tokens
+        assert 0 < plan.chunk_tokens <= MAX_CHUNK - load.decode.batch_size
     assert (plan.slice_ms is not None) == (plan.slice_layers > 0)
     prompts_first = policy == "auto" and load.chunk is None and load.decode and load.decode.budget_ms == math.inf
     if load.decode is None or (policy.startswith("serial") and waits):
