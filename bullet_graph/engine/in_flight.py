@@ -130,10 +130,9 @@ class InFlight:
         The last slices of a split may still run when the plan has changed. Decode then stays on its side of the split
         until they are done, if a graph of that side holds the batch: ``max_rows`` gives a partition's largest.
         """
-        prefilling = self._lanes["prefill"]
-        if not prefilling or self.fit_beside("decode", planned):
+        if self.fit_beside("decode", planned):
             return planned
-        beside = prefilling[-1].placement.partition
+        beside = self._lanes["prefill"][-1].placement.partition
         most = max_rows(beside)
         return beside if most is None or rows <= most else planned
 

@@ -106,6 +106,9 @@ def test_prefixes_are_forgotten_from_their_ends_and_with_their_engines() -> None
     holders.keep({"two"})
     assert holders.choose(["a"], "two", lambda _: 0, 0) == ("two", 0)
     assert ranked([], holders, [], lambda _: 0, 0) == []
+    for key in "xyzxw":
+        holders.add([key], "two")
+    assert [holders.choose([key], "three", lambda _: 0, 0)[1] for key in "wxyz"] == [1, 1, 0, 1]
 
 
 def test_the_least_busy_machine_is_next_until_its_request_ends() -> None:

@@ -15,7 +15,7 @@ from bullet_graph.sampling_params import SamplingParams
 from bullet_graph.slo import NO_TARGETS, Slo
 
 NUM_SMS = 132
-SPLIT_32, SPLIT_64 = partition_of(32, num_sms=NUM_SMS), partition_of(64, num_sms=NUM_SMS)
+SPLIT_16, SPLIT_32, SPLIT_64 = (partition_of(sms, num_sms=NUM_SMS) for sms in (16, 32, 64))
 
 
 def launch(
@@ -93,7 +93,7 @@ def test_without_a_gpu_nothing_fits_beside_anything() -> None:
 @pytest.mark.parametrize(
     ("planned", "rows", "most_rows", "chosen"),
     [
-        (SPLIT_32, 8, 8, SPLIT_32),
+        *((fits, 8, 8, fits) for fits in (SPLIT_32, SPLIT_16)),
         # Slices of a split still run: decode stays on its side of it, unless no graph there holds the batch.
         (WHOLE_GPU, 8, 8, SPLIT_32),
         (SPLIT_64, 8, 8, SPLIT_32),
