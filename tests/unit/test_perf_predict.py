@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from bullet_graph.errors import PerfTableError
 from bullet_graph.models.config import ModelConfig
 from bullet_graph.models.presets import PRESETS
-from bullet_graph.perf.performance import PerformanceModel, attention_pairs
+from bullet_graph.perf.performance import PerformanceModel, attention_pairs, full_rows
 from bullet_graph.perf.predict import TableModel
 from bullet_graph.perf.profile_plan import ErrorReport, PointError, held_back_errors
 from bullet_graph.perf.table import Measured, PerfTable, PointKind, ProfilePoint, load_table, median_ms
@@ -82,6 +82,8 @@ def test_prefill_pays_for_the_pairs_it_has() -> None:
 def test_mixed_takes_context_and_cached_prefix_into_account() -> None:
     predicted = MODEL.mixed(700, attention_pairs(700, 2000), 100, 100 * 3000).ms
     assert predicted == pytest.approx(perf_tables.mixed_ms(700, 100, 3000) + 700 * 2000 * 1.165e-6, rel=0.03)
+    later = MODEL.mixed(700, attention_pairs(700, 32_000), 100, 100 * 3000).ms
+    assert later - predicted == pytest.approx(700 * 30_000 * 1.165e-6, rel=0.03)
     # Without decode rows it is nearly a prefill.
     assert MODEL.mixed(2048, PAIRS, 0, 0).ms == pytest.approx(MODEL.prefill(2048, PAIRS).ms, rel=0.05)
 
@@ -92,9 +94,10 @@ def test_mixed_points_at_two_contexts_give_the_slope() -> None:
         for tokens in (256, 1024)
         for context in (1000, 3000)
     }
-    predicted = with_points("mixed", points).mixed(256, attention_pairs(256), 64, 64 * 2000)
-    assert predicted.ms == pytest.approx(10 + 256 / 50 + 4)
-    assert predicted.measured
+    for context in (1000, 2000, 3000):
+        predicted = with_points("mixed", points).mixed(256, attention_pairs(256), 64, 64 * context)
+        assert predicted.ms == pytest.approx(10 + 256 / 50 + context / 500)
+        assert predicted.measured
 
 
 def test_a_mixed_forward_takes_as_long_as_its_full_tiles() -> None:
@@ -111,6 +114,7 @@ def test_a_mixed_forward_takes_as_long_as_its_full_tiles() -> None:
         # As many pairs for all, so that the rows alone count.
         return table.mixed(tokens, attention_pairs(112), batch_size, 16_000).ms
 
+    assert [full_rows(rows) for rows in (1, 64, 65, 128, 129)] == [64, 64, 128, 128, 256]
     full, part = made(128, 256, 512), made(144, 256, 512)
     assert ms(full, 100) == pytest.approx(ms(full, 112), abs=0.01)
     assert ms(full, 113) == pytest.approx(ms(full, 240), abs=0.01) == pytest.approx(ms(full, 112) + 8, abs=0.1)
