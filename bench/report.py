@@ -321,9 +321,8 @@ decode steps wait to save energy. goodput_99 rests on 3 of 300 requests.
 SIMULATED = """
 ## Simulated beside measured
 
-The fastest stable run of `auto` for each: measured / simulated (`python -m bench.simulator_error`); then who is on
-time under `mixed` and `split`, and the share of `auto`'s time that is split. The H100's chats were measured before
-prompts waited for room.
+The fastest stable run of `auto`: measured / simulated (`python -m bench.simulator_error`); simulated on time
+under `mixed` and `split`; `auto`'s share of splits. The H100's chats were measured before the wait for room.
 
 | GPU, requests, rate | on time, % | median TPOT, ms | p99 TTFT, ms | `mixed` / `split` | split, % |
 | --- | ---: | ---: | ---: | ---: | ---: |
