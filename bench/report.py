@@ -321,10 +321,10 @@ decode steps wait to save energy. goodput_99 rests on 3 of 300 requests.
 SIMULATED = """
 ## Simulated beside measured
 
-The fastest stable run of `auto`: measured / simulated (`python -m bench.simulator_error`); simulated on time
-under `mixed` and `split`; `auto`'s share of splits. The H100's chats were measured before the wait for room.
+The fastest stable run of `auto` for each: measured / simulated (`python -m bench.simulator_error`). The last two
+columns are simulated. The H100's chats were measured before prompts waited for room.
 
-| GPU, requests, rate | on time, % | median TPOT, ms | p99 TTFT, ms | `mixed` / `split` | split, % |
+| GPU, requests, rate | on time, % | median TPOT, ms | p99 TTFT, ms | on time: `mixed` / `split` | time split, % |
 | --- | ---: | ---: | ---: | ---: | ---: |
 """
 FILES = """

@@ -166,6 +166,10 @@ class Planner:
         if unlimited and load.steps_left is not None:
             paced = options.paced(load.steps_left)
             return self._follow(paced, options, load, "throughput", [pause, paced])
+        if unlimited and load.now_s < load.prompts[0].deadline_s < math.inf:
+            # While the next prompt can be on time, it does not wait for decode.
+            first = options.prefill_only()
+            return self._follow(first, options, load, "ttft", [pause, first])
         # A chunk on the prefill lane stays there.
         beside = options.mixed_sizes() if load.chunk is None else []
         if self.policy.name == "auto" and (load.chunk is not None or not self.predictor.lane_waits_for_host):
@@ -174,9 +178,6 @@ class Planner:
         if unlimited:
             first = options.prefill_only()
             weighed.append(first)
-            # While the next prompt can be on time, it does not wait for decode.
-            if load.now_s < load.prompts[0].deadline_s < math.inf:
-                return self._follow(first, options, load, "ttft", weighed)
             if max(map(self._throughput, beside)) < TUNING.beside_gain * first.throughput:
                 return self._follow(first, options, load, "throughput", weighed)
         holding = [option for option in beside if option.holds_tpot or options.infeasible]

@@ -36,7 +36,8 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.skipif(not (ROOT / ".git").exists() or shutil.which("make") is None, reason="needs git and make")
 @pytest.mark.parametrize("line", [line for line in LINES if not any(word in line for word in ON_A_GPU)])
 def test_a_command_of_the_readme_works_in_a_clone(line: str, clone: Path) -> None:
-    assert (DEMO[:9], ACTIVATE) == ("make demo", "source .venv/bin/activate")  # .ci/run ends with the former
+    assert DEMO.startswith("make demo")  # .ci/run ends with it
+    assert ACTIVATE == "source .venv/bin/activate"
     command = line.split()[1]
     if command == "serve":
         with socket.socket() as probe:
