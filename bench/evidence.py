@@ -161,7 +161,7 @@ class Task:
     @property
     def short(self) -> str:
         """Such as ``conv, 500/15 ms``, the targets of TTFT and TPOT; then the peer, where it is not vLLM."""
-        name = self.workload.partition(":")[2] or self.workload
+        name = (self.workload.partition(":")[2] or self.workload).removesuffix(".jsonl")
         beside = f", {self.peer}" * (self.peer != "vLLM")
         if ":" not in self.slo:
             return f"{name}, {self.num_prompts} requests{beside}"

@@ -103,10 +103,10 @@ def load_rows(task: Task, sources: Sequence[Source]) -> Iterator[Row]:
     ratio = f"{own[1] / peer[1]:.2f}×"
     joules = [best_of(cells, math.inf, "joules_per_token") for cells in (task.own, task.peers)]
     if joules[0] and joules[1]:
-        sides = [f"{side}, {1e3 * each[1]:.1f} mJ a token" for side, each in zip(sides, joules, strict=True) if each]
+        sides = [f"{side}, {1e3 * each[1]:.1f} mJ/token" for side, each in zip(sides, joules, strict=True) if each]
         ratio += f", {joules[0][1] / joules[1][1]:.2f}×"
     setting = own[0].removeprefix(OWN).strip()
-    name = f"{task.short.partition(',')[0]}, {task.num_prompts} at once, {task.model} ({setting})"
+    name = f"{task.short.partition(',')[0]}, {task.num_prompts} at once, {task.model}, {setting}"
     limited = "–" if limit is None else f"{limit:.2f} s ({own[1] / limit:.3f}×)"
     yield Row(name, *sides, ratio, limit=limited, file=task.file)
 
@@ -275,16 +275,15 @@ def simulated_rows(simulations: Sequence[Source]) -> Iterator[str]:
 INTRODUCTION = """# Measurements
 
 Written by `python -m bench.report` from `{folder}`.
-Machine: {device}, driver {driver}, {versions}. Weights are random, in the models' shapes.
+Machine: {device}, driver {driver}, {versions}. Random weights in the models' shapes.
 
-**How to read the ratios.** The model is llama-3.1-8b where none is named. "Ratio" is this engine over vLLM or the
-named peer: goodput should be high, times and energy low. vLLM takes 512 tokens a step, on 2 GPUs 256, all at once
-8,192. It served fewer with 384, with 160 to 192 within 8 ms, and with 2,048 on chats (log). SGLang mixes prompts with
-decode. This engine runs `auto`, and its best all at once. Goodput is the highest rate at which 90 % of the requests
-(`goodput_99`: 99 %) meet both targets ("500/15 ms": of TTFT and TPOT), for at least 120 s. "<": the lowest rate at
-which it failed; the ratio is then a bound. "Worse here": by more than 2 % at the highest load that both ran. At its
-own, higher goodput this engine's tail of TTFT is longer: a queue grows. Cards of one name differ by 6 %: compare
-figures of one card. Most files are older than the engine.
+The model is llama-3.1-8b where none is named. "Ratio" is this engine over vLLM or the named peer: high is good for
+goodput, low for times and energy. vLLM takes 512 tokens a step, all at once 8,192. It served fewer with other sizes
+(log), but more on 2 GPUs with 256: 74 % at 4/s. SGLang mixes prompts with decode. This engine runs `auto`, and its best
+all at once. Goodput is the highest rate at which 90 % of the requests (`goodput_99`: 99 %) meet both targets ("500/15
+ms": of TTFT and TPOT), for at least 120 s. "<": it failed at that rate, and the ratio is a bound. "Worse here": by more
+than 2 % at the highest load that both ran. At its higher goodput, this engine has longer tails of TTFT: a queue grows.
+Cards differ by 6 %: compare figures of one card. Most files are older than the engine.
 
 ## Headline figures
 
@@ -330,7 +329,7 @@ columns are simulated. The H100's chats were measured before prompts waited for 
 FILES = """
 ## Files
 
-Each file has its date, device, versions, commit and command (`argv`). Without the command:
+Each file has date, device, versions, commit and, but for these, command (`argv`):
 """
 
 

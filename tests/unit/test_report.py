@@ -88,7 +88,7 @@ def test_figures_ratios_and_limits(results: Path, tmp_path: Path) -> None:
     assert "| decode step, batch 1, context 1,000 | 4.00 ms | – | – | – | 3.00 ms, bytes at" in text
     assert "| 7.00 ms | – | – | – | 6.60 ms, kernels alone (1.061×) |" in text
     # The longest of the 600 outputs has 739 tokens: half of the forwards have 512 rows, half 2,048.
-    sides = "21.00 s, 20.0 mJ a token | 30.00 s, 25.0 mJ a token"
+    sides = "21.00 s, 20.0 mJ/token | 30.00 s, 25.0 mJ/token"
     assert f"| {sides} | 0.70×, 0.80× | – | 21.50 s (0.977×) | `peers_offline` |" in text
     cells = "≥ 24/s, p99 TTFT 900 ms | 20/s, p99 TTFT 10 ms | ≥ 1.20× | 20/s (100 and 95 % on time): TTFT p99 4.00×"
     assert f"| goodput_90, conv, 500/15 ms | {cells} | – | `peers_conv` |" in text
