@@ -8,7 +8,8 @@ from fakes.perf_tables import LLAMA_8B, h200_table
 from bullet_graph.config import Policy
 from bullet_graph.perf.performance import attention_pairs
 from bullet_graph.perf.predict import TableModel
-from bullet_graph.planner.plan import ChunkLoad, DecodeLoad, Load, Option, Plan, PromptLoad
+from bullet_graph.planner.options import ForwardKind
+from bullet_graph.planner.plan import ChunkLoad, DecodeLoad, Load, Option, Plan, PolicyName, PromptLoad
 from bullet_graph.planner.planner import Planner
 
 LAYERS = 32
@@ -69,3 +70,8 @@ def chosen(plan: Plan) -> Option:
     ]
     assert matching
     return matching[-1]
+
+
+def correct(of: Planner, policy: PolicyName, kind: ForwardKind, factor: float) -> None:
+    """Forwards of every size take ``factor`` times what the model says."""
+    of.corrections.update({(policy, kind, 1 << bits): factor for bits in range(6, 15)})

@@ -72,7 +72,7 @@ class OwnEngine:
             "kv_blocks_peak": stats.kv_blocks_peak,
             "kv_blocks_total": stats.kv_blocks_total,
             "policy_seconds": dict(stats.policy_seconds),
-            "corrections": {f"{policy} {kind}": factor for (policy, kind), factor in stats.corrections.items()},
+            "corrections": {"{} {} of {} rows".format(*key): factor for key, factor in stats.corrections.items()},
         }
 
     async def close(self) -> None:

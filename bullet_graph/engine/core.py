@@ -249,7 +249,7 @@ class EngineCore:
             partition = self.in_flight.decode_partition(plan.partition, rows, most_rows)
         # If blocks ran out for some of the planned rows, or structured outputs wait for their tokens, the prediction
         # does not apply. Rows in place of padding do not count.
-        prompt_rows = 0 if scheduled.step.prefill is None else len(scheduled.step.prefill.token_ids)
+        prompt_rows = scheduled.step.prefill_rows
         some_wait = any(x.scheduled.step.bitmasks is not None for x in self.in_flight["decode"])
         predicted_ms = plan.decode_ms if prompt_rows >= chunk_tokens and not some_wait else None
         self._submit(scheduled, Placement("decode", partition, least_rows=plan.least_rows), plan, predicted_ms)
@@ -376,8 +376,10 @@ class EngineCore:
         # A split's step that ran alone for a while does not show its time beside the other lane.
         alone = launch.policy == "split" and not (launch.beside and self.in_flight[other_lane(lane)])
         if launch.predicted_ms is not None and not alone:
-            kind: ForwardKind = "slice" if launch.scheduled.step.decode is None else "step"
-            self.planner.corrections.observe(launch.policy, kind, launch.predicted_ms, result.device_ms)
+            step = launch.scheduled.step
+            kind: ForwardKind = "slice" if step.decode is None else "step"
+            rows = step.prefill_rows + step.decode_rows
+            self.planner.corrections.observe(launch.policy, kind, rows, launch.predicted_ms, result.device_ms)
         if not launch.ends_chunk:
             return []
         self._num_steps += 1

@@ -97,7 +97,7 @@ class EngineStats:
         policy_seconds, lane_seconds: device time of launches.
         lane_sm_seconds: device time × SMs of launches; empty without a GPU.
         lane_sms: SMs of each lane's current launch, 0 if it is idle; empty without a GPU.
-        corrections: measured ÷ predicted time by policy and kind of forward, as learned by the planner.
+        corrections: measured ÷ predicted time by policy, kind and most rows of forwards, as learned by the planner.
         predicted_ttft_ms: of a request of one token that came now; 0 without a performance table.
     """
 
@@ -118,7 +118,7 @@ class EngineStats:
     lane_seconds: Mapping[Lane, float]
     lane_sm_seconds: Mapping[Lane, float]
     lane_sms: Mapping[Lane, int]
-    corrections: Mapping[tuple[PolicyName, ForwardKind], float]
+    corrections: Mapping[tuple[PolicyName, ForwardKind, int], float]
     predicted_ttft_ms: float
 
     @property

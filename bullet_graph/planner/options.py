@@ -5,8 +5,8 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
-from itertools import product, takewhile
-from typing import Literal, get_args
+from itertools import takewhile
+from typing import Literal
 
 from bullet_graph.perf.performance import PerformanceModel, Prediction, attention_pairs
 from bullet_graph.planner.plan import DecodeLoad, Load, Option, PolicyName
@@ -16,18 +16,29 @@ ForwardKind = Literal["step", "slice"]
 """What a prediction was for: a forward with decode rows in it, or one of prompt rows alone."""
 
 
-class Corrections(dict[tuple[PolicyName, ForwardKind], float]):
-    """Measured ÷ predicted time for each policy and kind of forward: a moving geometric mean that begins at 1."""
+class Corrections(dict[tuple[PolicyName, ForwardKind, int], float]):
+    """Measured ÷ predicted time by policy, kind and size of forward: a moving geometric mean that begins at 1.
 
-    def __init__(self) -> None:
-        super().__init__(dict.fromkeys(product(get_args(PolicyName), get_args(ForwardKind)), 1.0))
+    Short forwards between decode steps run faster than in a profile, long ones do not (bench/LOG.md). A size is a number
+    of rows, rounded up to a power of two. Those never measured are absent.
+    """
 
-    def observe(self, policy: PolicyName, kind: ForwardKind, predicted_ms: float, measured_ms: float) -> None:
+    def of(self, policy: PolicyName, kind: ForwardKind, rows: int) -> float:
+        """The factor for a forward of this many rows; 1 if none of its size was measured."""
+        return self.get((policy, kind, _size(rows)), 1.0)
+
+    def observe(
+        self, policy: PolicyName, kind: ForwardKind, rows: int, predicted_ms: float, measured_ms: float
+    ) -> None:
         """Include one measurement; its prediction was made with these corrections. Times of 0 are ignored."""
         if predicted_ms <= 0 or measured_ms <= 0:
             return
         ratio = _limited(measured_ms / predicted_ms)
-        self[policy, kind] = _limited(self[policy, kind] * ratio**TUNING.correction_weight)
+        self[policy, kind, _size(rows)] = _limited(self.of(policy, kind, rows) * ratio**TUNING.correction_weight)
+
+
+def _size(rows: int) -> int:
+    return 1 << (max(rows, TUNING.correction_rows) - 1).bit_length()
 
 
 def _limited(factor: float) -> float:
@@ -66,7 +77,7 @@ class Predictor:
 
     def decode_ms(self, batch_size: int, kv_tokens: int) -> float:
         """A decode step alone on the whole GPU."""
-        return self.model.decode(batch_size, kv_tokens).ms * self.corrections["solo", "step"]
+        return self.model.decode(batch_size, kv_tokens).ms * self.corrections.of("solo", "step", batch_size)
 
 
 class Backlog:
@@ -102,8 +113,8 @@ class Backlog:
 
     def alone_ms(self, tokens: int, policy: PolicyName) -> float:
         """A forward of the first ``tokens`` prompt rows alone on the whole GPU."""
-        predictor = self._predictor
-        return predictor.model.prefill(tokens, self.pairs(tokens)).ms * predictor.corrections[policy, "slice"]
+        factor = self._predictor.corrections.of(policy, "slice", tokens)
+        return factor * self._predictor.model.prefill(tokens, self.pairs(tokens)).ms
 
 
 class Options:
@@ -120,7 +131,7 @@ class Options:
         self._corrections = predictor.corrections
         self._batch = decode.batch_size, decode.kv_tokens
         self._step = self._model.decode(*self._batch)
-        self._decode_ms = self._step.ms * self._corrections["solo", "step"]
+        self._decode_ms = self._step.ms * self._corrections.of("solo", "step", decode.batch_size)
         self.backlog = backlog
         self.batch_size = decode.batch_size
         self.budget_ms = min(decode.budget_ms, TUNING.budget_cap * decode.target_ms)
@@ -138,7 +149,7 @@ class Options:
     def prefill_ms_per_token(self) -> float:
         """Time per token in the best chunk, alone on the whole GPU."""
         tokens, prediction = self._whole_chunk
-        return prediction.ms * self._corrections["solo", "slice"] / tokens
+        return prediction.ms * self._corrections.of("solo", "slice", tokens) / tokens
 
     @cached_property
     def _step_worth_ms(self) -> float:
@@ -146,7 +157,7 @@ class Options:
         batch_size, kv_tokens = self._batch
         joined = batch_size + max(len(self._load.prompts), 1)
         later = self._model.decode(joined, kv_tokens * joined // batch_size).ms
-        return min(self._decode_ms, later * self._corrections["solo", "step"] * batch_size / joined)
+        return min(self._decode_ms, later * self._corrections.of("solo", "step", joined) * batch_size / joined)
 
     def decode_only(self) -> Option:
         """Decode on the whole GPU, prefill paused."""
@@ -163,7 +174,7 @@ class Options:
         most = max(self._predictor.max_chunk_tokens - self.batch_size, row_step)
         tokens = min(max(tokens, row_step), most, self.backlog.tokens)
         prediction = self._model.mixed(tokens, self.backlog.pairs(tokens), *self._batch)
-        ms = prediction.ms * self._corrections["mixed", "step"]
+        ms = prediction.ms * self._corrections.of("mixed", "step", tokens + self.batch_size)
         return self._option("mixed", tokens, ms, tokens / ms, prediction.measured)
 
     def mixed_sizes(self) -> list[Option]:
@@ -194,13 +205,11 @@ class Options:
         option = self.mixed(self._predictor.max_chunk_tokens)
         if option.interval_ms <= self.limit_ms:
             return option
-        limit_ms = self.limit_ms / self._corrections["mixed", "step"]
 
-        def predicted_ms(steps: int) -> float:
-            tokens = steps * row_step
-            return self._model.mixed(tokens, self.backlog.pairs(tokens), *self._batch).ms
+        def interval_ms(steps: int) -> float:
+            return self.mixed(steps * row_step).interval_ms
 
-        fits = bisect_right(range(1, -(-option.chunk_tokens // row_step)), limit_ms, key=predicted_ms)
+        fits = bisect_right(range(1, -(-option.chunk_tokens // row_step)), self.limit_ms, key=interval_ms)
         return self.mixed(fits * row_step) if fits else None
 
     def paced(self, steps: int) -> Option:
@@ -218,8 +227,8 @@ class Options:
         """Both lanes at once: ``decode_sms`` SMs for decode, the others for prefill."""
         tokens = self.backlog.chunk_rows(self._predictor.lane_chunks[decode_sms])
         prediction = self._model.split(decode_sms, *self._batch, tokens, self.backlog.pairs(tokens))
-        interval_ms = prediction.decode_ms * self._corrections["split", "step"]
-        prefill_ms = prediction.prefill_ms * self._corrections["split", "slice"]
+        interval_ms = prediction.decode_ms * self._corrections.of("split", "step", self.batch_size)
+        prefill_ms = prediction.prefill_ms * self._corrections.of("split", "slice", tokens)
         layers = round(min(TUNING.split_slice_ms * self._model.num_layers / prefill_ms, self._predictor.slice_layers))
         return self._option(
             "split",

@@ -118,6 +118,14 @@ class Step:
     num_logprobs: int | None
     bitmasks: Bitmasks | None = None
 
+    @property
+    def prefill_rows(self) -> int:
+        return 0 if self.prefill is None else len(self.prefill.token_ids)
+
+    @property
+    def decode_rows(self) -> int:
+        return 0 if self.decode is None else len(self.decode.slots)
+
 
 @dataclass(frozen=True, slots=True)
 class Placement:

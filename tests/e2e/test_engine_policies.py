@@ -108,7 +108,7 @@ def test_a_change_of_policy_keeps_what_was_learned_of_the_device() -> None:
     with make(policy="auto", slo=EASY) as engine:
         engine.generate(PROMPTS, GREEDY, use_tqdm=False)
         learned = engine.stats().corrections
-        assert learned["solo", "step"] != 1
+        assert learned["solo", "step", 64] != 1
         engine.set_policy("mixed", EASY)
         assert engine.stats().corrections == learned
         assert engine.stats().num_steps == 0

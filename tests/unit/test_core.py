@@ -198,7 +198,7 @@ def test_prompt_rows_take_the_place_of_padding(policy: str) -> None:
         assert sum(rows % 64 == 0 for rows in padded) > 0.6 * len(padded)
         assert sum(rows % 64 == 0 for rows in plain) < 0.3 * len(plain)
         # What was predicted for fewer rows is a prediction still.
-        assert ("mixed", "step") in loop.core.stats().corrections
+        assert ("mixed", "step", 128) in loop.core.stats().corrections
     else:
         # Never more than the policy allows.
         assert max(padded) == max(plain) == 100
@@ -239,21 +239,21 @@ class _Biased(CheckedExecutor):
         return replace(result, device_ms=2 * result.device_ms) if self._is_slow(launch, beside) else result
 
 
-@pytest.mark.parametrize("kind", ["step", "slice"])
-def test_slow_launches_correct_the_predictions_of_their_own_kind(kind: ForwardKind) -> None:
-    executor = _Biased(lambda launch, _: (launch.step.decode is None) == (kind == "slice"))
-    corrections = both_phases("split:48", executor=executor).core.stats().corrections
-    other: ForwardKind = "step" if kind == "slice" else "slice"
-    assert corrections["split", kind] > 1.2
-    assert corrections["split", other] == pytest.approx(1, abs=0.05)
+@pytest.mark.parametrize("slow", ["step", "slice"])
+def test_slow_launches_correct_the_predictions_of_their_own_kind(slow: ForwardKind) -> None:
+    executor = _Biased(lambda launch, _: (launch.step.decode is None) == (slow == "slice"))
+    corrections = both_phases("split:48", executor=executor).core.planner.corrections
+    factors = {"step": corrections["split", "step", 64], "slice": corrections["split", "slice", 2048]}
+    assert factors.pop(slow) > 1.2
+    assert factors.popitem()[1] == pytest.approx(1, abs=0.05)
 
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_a_split_learns_nothing_from_a_step_that_ran_alone_a_while(monkeypatch: pytest.MonkeyPatch, depth: int) -> None:
     ratios: dict[tuple[PolicyName, ForwardKind], list[float]] = defaultdict(list)
 
-    def observe(_: Corrections, policy: PolicyName, kind: ForwardKind, predicted_ms: float, measured_ms: float) -> None:
-        ratios[policy, kind].append(measured_ms / predicted_ms)
+    def observe(_: Corrections, policy: PolicyName, kind: ForwardKind, *measured: float) -> None:
+        ratios[policy, kind].append(measured[2] / measured[1])
 
     monkeypatch.setattr(Corrections, "observe", observe)
     executor = _Biased(lambda x, beside: x.step.prefill is None and not beside, depth)
@@ -270,16 +270,16 @@ class _Scripted(Planner):
     def __init__(self, *script: Plan) -> None:
         super().__init__(Policy("mixed"), max_chunk_tokens=8192, decode_sms=(), model=None)
         self.script = list(script)
-        self.observed: list[tuple[PolicyName, ForwardKind, float]] = []
+        self.observed: list[tuple[PolicyName, ForwardKind, int, float]] = []
         self.corrections.observe = self.note  # type: ignore[method-assign]
 
     def plan(self, load: Load) -> Plan:
         del load
         return self.script.pop(0) if self.script else Plan("solo", decode=True)
 
-    def note(self, policy: PolicyName, kind: ForwardKind, predicted_ms: float, measured_ms: float) -> None:
+    def note(self, policy: PolicyName, kind: ForwardKind, rows: int, predicted_ms: float, measured_ms: float) -> None:
         assert measured_ms > 0
-        self.observed.append((policy, kind, predicted_ms))
+        self.observed.append((policy, kind, rows, predicted_ms))
 
 
 @pytest.mark.parametrize(("prompt_tokens", "is_whole"), [(64, True), (63, False)])
@@ -289,7 +289,7 @@ def test_a_chunk_cut_short_says_nothing_of_the_prediction(prompt_tokens: int, is
     loop = CoreLoop(planner, executor=CheckedExecutor(max_in_flight=1))
     loop.add(prompt_tokens, 5)
     loop.run()
-    assert planner.observed == [("mixed", "slice", 7.0)] * is_whole + [("mixed", "step", 3.0)]
+    assert planner.observed == [("mixed", "slice", 64, 7.0)] * is_whole + [("mixed", "step", 1, 3.0)]
 
 
 @pytest.mark.parametrize("lone_rows", [1, 2])
@@ -301,7 +301,7 @@ def test_decode_alone_is_unhurried_until_a_prompt_comes(lone_rows: int) -> None:
         CoreLoop(planner, executor=executor).run(arrivals=requests)
         assert {one.placement.least_rows for one in executor.launches if one.step.prefill is None} == {lone_rows}
         # Of the corrections, none has to learn of the padding.
-        assert planner.corrections["solo", "step"] == pytest.approx(1.0, abs=0.02)
+        assert planner.corrections["solo", "step", 64] == pytest.approx(1.0, abs=0.02)
         return [launch.time_s for launch in executor.launches]
 
     first: Arrival = (0.0, 10, 20, slo)

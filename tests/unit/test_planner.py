@@ -5,14 +5,14 @@ import math
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from planner_loads import LAYERS, MAX_CHUNK, POLICIES, chunk_of, decoding, load_of, model, modelless, planner
+from planner_loads import LAYERS, MAX_CHUNK, POLICIES, chunk_of, correct, decoding, load_of, model, modelless, planner
 
 from bullet_graph.config import Policy
 from bullet_graph.errors import ConfigError
 from bullet_graph.hardware import GENERIC
 from bullet_graph.partition.masks import WHOLE_GPU, partition_of
 from bullet_graph.perf.performance import attention_pairs
-from bullet_graph.planner.options import Backlog
+from bullet_graph.planner.options import Backlog, Corrections
 from bullet_graph.planner.plan import Load, Plan, PromptLoad
 from bullet_graph.planner.planner import Planner
 from bullet_graph.planner.tuning import TUNING
@@ -68,7 +68,7 @@ class TestWithoutChoice:
     @pytest.mark.parametrize("policy", ["mixed", "split", "auto"])
     def test_prompts_only_run_as_whole_chunks_on_the_decode_lane(self, policy: str) -> None:
         corrected = planner(policy)
-        corrected.corrections["solo", "slice"] = 1.25
+        corrected.corrections["solo", "slice", 4096] = 1.25
         plan = corrected.plan(load_of(None, 1000, 2000))
         assert (plan.policy, plan.decode, plan.prefill_lane) == ("solo", False, "decode")
         assert plan.chunk_tokens == 3000
@@ -151,8 +151,8 @@ class TestSerialAndMixed:
     ) -> None:
         """``measured``: ratio of measured to predicted times."""
         decode, mixed = decoding(batch_size, tpot=tpot), planner("mixed")
-        for policy in ("mixed", "solo"):
-            mixed.corrections[policy, "step"] = measured
+        correct(mixed, "mixed", "step", measured)
+        correct(mixed, "solo", "step", measured)
         plan = mixed.plan(load_of(decode, tokens))
 
         def step_ms(rows: int) -> float:
@@ -222,35 +222,37 @@ class TestSplit:
 
 class TestCorrections:
     def test_they_follow_measurements_slowly_within_limits(self) -> None:
-        auto = planner()
-        assert set(auto.corrections.values()) == {1.0}
-        auto.corrections.observe("split", "step", 10.0, 12.0)
-        # One extreme measurement counts no further than the limit.
-        auto.corrections.observe("solo", "step", 1.0, 1000.0)
+        learned = Corrections()
+        learned.observe("split", "step", 64, 10.0, 12.0)
+        learned.observe("solo", "step", 64, 1.0, 1000.0)  # counts no further than the limit
         for predicted_ms, measured_ms in ((0.0, 5.0), (5.0, 0.0)):  # times of nothing say nothing
-            auto.corrections.observe("solo", "slice", predicted_ms, measured_ms)
-        assert auto.corrections["split", "step"] == pytest.approx(1.2**0.05)
-        assert auto.corrections["solo", "step"] == pytest.approx(2.0**0.05)
-        assert auto.corrections["split", "slice"] == auto.corrections["solo", "slice"] == 1.0
+            learned.observe("solo", "slice", 64, predicted_ms, measured_ms)
+        assert learned == pytest.approx({("split", "step", 64): 1.2**0.05, ("solo", "step", 64): 2.0**0.05})
         for _ in range(1000):
-            auto.corrections.observe("split", "step", 10.0, 1000.0)
-            auto.corrections.observe("mixed", "step", 10.0, 0.001)
-        assert auto.corrections["split", "step"] == 2.0
-        assert auto.corrections["mixed", "step"] == 0.5
+            learned.observe("split", "step", 64, 10.0, 1000.0)
+            learned.observe("solo", "step", 64, 10.0, 0.001)
+        assert list(learned.values()) == [2.0, 0.5]
+
+    @pytest.mark.parametrize(("rows", "least", "most"), [(1, 0, 64), (64, 0, 64), (65, 65, 128), (600, 513, 1024)])
+    def test_forwards_of_one_size_share_one(self, rows: int, least: int, most: int) -> None:
+        corrections = Corrections()
+        corrections.observe("mixed", "step", rows, 10.0, 12.0)
+        corrected = [n for n in range(2000) if corrections.of("mixed", "step", n) > 1]
+        assert corrected == list(range(least, most + 1))
 
     def test_each_policy_and_kind_has_its_own(self) -> None:
         """Every predicted time takes the factor of its policy and kind, and no other."""
         plain, corrected = planner("split:48"), planner("split:48")
-        for kind, factor in (("step", 1.5), ("slice", 0.75)):
-            corrected.corrections["split", kind] = factor
+        correct(corrected, "split", "step", 1.5)
+        correct(corrected, "split", "slice", 0.75)
         load = load_of(decoding(64), 8000)
         (before,), (after,) = plain.plan(load).options, corrected.plan(load).options
         assert after.interval_ms == pytest.approx(1.5 * before.interval_ms)
         assert after.prefill_tokens_per_s == pytest.approx(before.prefill_tokens_per_s / 0.75)
         mixed = planner("mixed:512")
         before_ms = mixed.plan(load).decode_ms
-        mixed.corrections["mixed", "step"] = 1.5
-        mixed.corrections["mixed", "slice"] = 0.75
+        correct(mixed, "mixed", "step", 1.5)
+        correct(mixed, "mixed", "slice", 0.75)
         assert mixed.plan(load).decode_ms == pytest.approx(1.5 * before_ms)
 
     def test_they_converge_on_the_ratio(self) -> None:
@@ -258,19 +260,18 @@ class TestCorrections:
         for _ in range(300):
             predicted = auto.plan(load_of(decoding(64))).decode_ms
             assert predicted is not None
-            auto.corrections.observe("solo", "step", predicted, 9.0)
+            auto.corrections.observe("solo", "step", 64, predicted, 9.0)
         assert auto.plan(load_of(decoding(64))).decode_ms == pytest.approx(9.0, rel=0.01)
         assert auto.predictor.decode_ms(64, 64000) == pytest.approx(9.0, rel=0.01)
 
-    def test_a_slow_mixed_step_gets_fewer_rows(self) -> None:
-        mixed = planner("mixed")
-        load = load_of(decoding(64, tpot=15.0), 8000)
-        before = mixed.plan(load)
-        for _ in range(5):
-            mixed.corrections.observe("mixed", "step", 10.0, 14.0)
-        after = mixed.plan(load)
-        assert after.chunk_tokens < before.chunk_tokens
-        assert after.decode_ms <= 15.0
+    def test_a_size_that_is_slow_is_avoided(self) -> None:
+        mixed, load = planner("mixed"), load_of(decoding(64, tpot=20.0), 8000)
+        assert mixed.plan(load).chunk_tokens > 512
+        for _ in range(20):
+            mixed.corrections.observe("mixed", "step", 600, 10.0, 14.0)
+        plan = mixed.plan(load)
+        assert plan.chunk_tokens == 448
+        assert plan.decode_ms == model().mixed(448, attention_pairs(448), 64, 64000).ms
 
 
 def test_the_rate_for_ordering_prompts_follows_the_plans() -> None:

@@ -8,7 +8,7 @@ import pytest
 from fakes.perf_tables import LLAMA_8B, h200_table
 from hypothesis import example, given
 from hypothesis import strategies as st
-from planner_loads import LAYERS, MAX_CHUNK, POLICIES, chosen, chunk_of, decoding, load_of, model, planner
+from planner_loads import LAYERS, MAX_CHUNK, POLICIES, chosen, chunk_of, correct, decoding, load_of, model, planner
 
 from bullet_graph.config import Policy
 from bullet_graph.partition.masks import WHOLE_GPU, partition_of
@@ -91,8 +91,7 @@ class TestAuto:
 
     def test_where_no_mixed_step_holds_the_target_another_policy_must(self) -> None:
         slow = planner()
-        for _ in range(20):  # mixed steps take twice as long as the table says
-            slow.corrections.observe("mixed", "step", 10.0, 20.0)
+        correct(slow, "mixed", "step", 2.0)
         plan = slow.plan(load_of(decoding(64, tpot=12.0), 2000))
         assert not next(o for o in plan.options if o.policy == "mixed").holds_tpot
         assert plan.policy == "split"
@@ -199,8 +198,8 @@ class TestAuto:
         for policy in ("mixed", "split"):
             beside = max((o for o in paid.options if o.policy == policy), key=lambda o: o.throughput)
             slower = 1.01 * beside.throughput / (TUNING.beside_gain * first.throughput)
-            for kind in ("step", "slice"):
-                auto.corrections[policy, kind] = slower
+            correct(auto, policy, "step", slower)
+            correct(auto, policy, "slice", slower)
         plan = auto.plan(load)
         assert (plan.policy, plan.decode, plan.bound) == ("solo", False, "throughput")
         assert plan.chunk_tokens == first.chunk_tokens > 2000
