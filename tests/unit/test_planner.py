@@ -242,36 +242,36 @@ class TestCorrections:
 
     def test_each_policy_and_kind_has_its_own(self) -> None:
         """Every predicted time takes the factor of its policy and kind, and no other."""
-        plain, corrected = planner("split:48"), planner("split:48")
+        corrected, load = planner("split:48"), load_of(decoding(64), 8000)
         correct(corrected, "split", "step", 1.5)
         correct(corrected, "split", "slice", 0.75)
-        load = load_of(decoding(64), 8000)
-        (before,), (after,) = plain.plan(load).options, corrected.plan(load).options
+        (before,), (after,) = planner("split:48").plan(load).options, corrected.plan(load).options
         assert after.interval_ms == pytest.approx(1.5 * before.interval_ms)
         assert after.prefill_tokens_per_s == pytest.approx(before.prefill_tokens_per_s / 0.75)
-        mixed = planner("mixed:512")
-        before_ms = mixed.plan(load).decode_ms
-        correct(mixed, "mixed", "step", 1.5)
-        correct(mixed, "mixed", "slice", 0.75)
-        assert mixed.plan(load).decode_ms == pytest.approx(1.5 * before_ms)
+
+    SOLO, SPLIT = ("solo step", [64, 128]), ("split slice", [256, 512, 1024, 2048])
+
+    @pytest.mark.parametrize(("of", "sizes"), [SOLO, ("solo slice", [8192]), ("split step", [64]), SPLIT])
+    def test_each_prediction_takes_that_of_its_rows(self, of: str, sizes: list[int]) -> None:
+        load, changed = load_of(decoding(64, tpot=20.0), 6000, ttft_ms=1e3), []
+        for rows in (1 << bits for bits in range(6, 15)):
+            auto = planner()
+            auto.corrections[*of.split(), rows] = 1.5  # type: ignore[index]
+            changed += [rows] * (auto.plan(load) != planner().plan(load))
+        assert changed == sizes
 
     def test_they_converge_on_the_ratio(self) -> None:
         auto = planner()
         for _ in range(300):
-            predicted = auto.plan(load_of(decoding(64))).decode_ms
-            assert predicted is not None
-            auto.corrections.observe("solo", "step", 64, predicted, 9.0)
+            auto.corrections.observe("solo", "step", 64, auto.predictor.decode_ms(64, 64000), 9.0)
         assert auto.plan(load_of(decoding(64))).decode_ms == pytest.approx(9.0, rel=0.01)
-        assert auto.predictor.decode_ms(64, 64000) == pytest.approx(9.0, rel=0.01)
 
     def test_a_size_that_is_slow_is_avoided(self) -> None:
         mixed, load = planner("mixed"), load_of(decoding(64, tpot=20.0), 8000)
         assert mixed.plan(load).chunk_tokens > 512
-        for _ in range(20):
-            mixed.corrections.observe("mixed", "step", 600, 10.0, 14.0)
-        plan = mixed.plan(load)
-        assert plan.chunk_tokens == 448
-        assert plan.decode_ms == model().mixed(448, attention_pairs(448), 64, 64000).ms
+        mixed.corrections["mixed", "step", 1024] = 1.5
+        assert mixed.plan(load).chunk_tokens == 448
+        assert mixed.plan(load).decode_ms == model().mixed(448, attention_pairs(448), 64, 64000).ms
 
 
 def test_the_rate_for_ordering_prompts_follows_the_plans() -> None:
