@@ -19,8 +19,8 @@ ForwardKind = Literal["step", "slice"]
 class Corrections(dict[tuple[PolicyName, ForwardKind, int], float]):
     """Measured ÷ predicted time by policy, kind and size of forward: a moving geometric mean that begins at 1.
 
-    Short forwards between decode steps run faster than in a profile, long ones do not (bench/LOG.md). A size is a number
-    of rows, rounded up to a power of two. Those never measured are absent.
+    Short forwards between decode steps run faster than in a profile, long ones do not (bench/LOG.md). A size is a
+    number of rows, rounded up to a power of two. Those never measured are absent.
     """
 
     def of(self, policy: PolicyName, kind: ForwardKind, rows: int) -> float:
