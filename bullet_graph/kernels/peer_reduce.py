@@ -22,9 +22,7 @@ from bullet_graph.kernels.communicator import Communicator
 from bullet_graph.kernels.launch import quick
 from bullet_graph.partition.driver import CudaDriver
 
-MAX_PROGRAMS = 2048
-"""Enough on two ranks for 1,024 rows of 8,192 numbers in 16 bits, that is for the longest piecewise graph. With NCCL's
-sums in graphs of 768 rows, 80 layers took the host 47 ms or more, with these in graphs of 512, 11 (bench/LOG.md)."""
+MAX_PROGRAMS = 1024
 BLOCK_BYTES = 8192
 """The most that a program shares at a time."""
 SHARED_BYTES = 2 * MAX_PROGRAMS * BLOCK_BYTES
