@@ -279,11 +279,11 @@ Machine: {device}, driver {driver}, {versions}. Random weights in the models' sh
 
 The model is llama-3.1-8b where none is named. "Ratio" is this engine over vLLM or the named peer: high is good for
 goodput, low for times and energy. vLLM takes 512 tokens a step, all at once 8,192. It served fewer with other sizes
-(log), but more on 2 GPUs with 256: 74 % at 4/s. SGLang mixes prompts with decode. This engine runs `auto`, and its best
-all at once. Goodput is the highest rate at which 90 % of the requests (`goodput_99`: 99 %) meet both targets ("500/15
-ms": of TTFT and TPOT), for at least 120 s. "<": it failed at that rate, and the ratio is a bound. "Worse here": by more
-than 2 % at the highest load that both ran. At its higher goodput, this engine has longer tails of TTFT: a queue grows.
-Cards differ by 6 %: compare figures of one card. Most files are older than the engine.
+(log), but more on 2 GPUs with 256. SGLang mixes prompts with decode. This engine runs `auto`, and its best all at
+once. Goodput is the highest rate at which 90 % of the requests (`goodput_99`: 99 %) meet both targets ("500/15 ms": of
+TTFT and TPOT), for at least 120 s. "<": it failed at that rate, and the ratio is a bound. "Worse here": by more than
+2 % at the highest load that both ran. At its higher goodput, this engine has longer tails of TTFT: a queue grows. Cards
+differ by 6 %: compare figures of one card. Most files are older than the engine.
 
 ## Headline figures
 

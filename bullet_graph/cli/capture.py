@@ -52,9 +52,9 @@ cache_dir_option = click.option(
 def build(config: EngineConfig, store: CaptureStore, as_json: bool) -> None:
     """Compile, tune and collect what an engine of these settings needs, so that its start compiles nothing.
 
-    An entry serves engines with the same model, dtype and capture plan. At the end, the logits of each captured batch
-    size are compared with those of the uncompiled model. On the CPU, --compile is implied. Each rank of tensor
-    parallelism builds an entry of its own.
+    An entry serves engines with the same model, dtype and capture plan (without one, the same --max-num-seqs). At the
+    end, the logits of each captured batch size are compared with those of the uncompiled model. On the CPU, --compile
+    is implied. Each rank of tensor parallelism builds an entry of its own.
 
     \b
     Examples:

@@ -82,7 +82,7 @@ class Option:
         decode_sms, slice_layers: of ``split``; None and 0 elsewhere.
         interval_ms: predicted time from one decode step to the next; infinite without decode.
         prefill_tokens_per_s: predicted prefill rate; 0 without prefill.
-        throughput: prefill rate ÷ its solo rate + decode rate ÷ its solo rate; more than 1 beats taking turns.
+        throughput: prefill rate ÷ its rate alone + what a decode step saves ÷ the interval; above 1 beats taking turns.
         measured: the prediction rests on measured points alone.
         holds_tpot: the interval is within the budget, or that of a burst within the slack.
     """
@@ -116,7 +116,7 @@ class Plan:
             without a prediction.
         interval_ms: least time from the decode lane's last launch to this one, to save energy; 0 for none.
         least_rows: rows to which decode rows alone are padded, to save energy.
-        options: those weighed; empty if there was no choice.
+        options: those weighed, or the only one that the policy allows; empty for one phase, or without a table.
     """
 
     policy: PolicyName

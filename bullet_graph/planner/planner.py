@@ -15,7 +15,7 @@ from bullet_graph.planner.tuning import TUNING
 
 
 class Planner:
-    """Turns a load into a plan. It remembers corrections of the model, its last choice, and how long prefill paused.
+    """Turns a load into a plan. It remembers corrections of the model, prefill rates, and how long prefill paused.
 
     Args:
         max_chunk_tokens: most rows of a forward with prompt tokens in it; ``row_step`` prompt rows may always join

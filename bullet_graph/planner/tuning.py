@@ -5,20 +5,20 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannerTuning:
-    """Constants of the planner. The defaults are those that all measurements in bench/ were made with."""
+    """Constants of the planner. Older measurements in bench/ were made with other values."""
 
     # Rows of the largest chunk to aim at on a prefill lane of the whole GPU; a part of the GPU takes its share. A
     # chunk's prompts get their first token when it ends, and no other can begin before.
     lane_chunk_tokens: int = 2048
-    # Mixed chunks are multiples of it, in rows, and never smaller while prompts wait.
+    # The largest mixed chunk within a time limit is sought in steps of this many prompt rows.
     row_step: int = 16
-    # Smallest mixed chunk to weigh without a time limit: with fewer rows, reading the weights takes all the time.
+    # The queue is halved down to this many prompt rows: with fewer, reading the weights takes all the time.
     least_chunk_tokens: int = 256
     # Most rows of a forward where no table says how long it takes: with 64 of them decode rows, an 8B model on an H200
     # needs 17 ms.
     fixed_chunk_tokens: int = 512
-    # Rows of a mixed forward that does not take all prompt rows are a multiple of it. On two H200s, 256, 384, 512, 640
-    # and 768 rows of Llama-3.1-70B in FP8 take 26, 35, 42, 51 and 58 ms.
+    # Bursts, and forwards without a time limit, that leave prompt rows over have a multiple of this many rows. On two
+    # H200s, 256, 384, 512, 640 and 768 rows of Llama-3.1-70B in FP8 take 26, 35, 42, 51 and 58 ms.
     tile_rows: int = 256
     floor_tokens: int = 64  # prompt rows of a mixed step that cannot hold its target anyway
     # Forwards paced to last for the longest output have a multiple of ``paced_rows`` rows (prompt and decode). Other
