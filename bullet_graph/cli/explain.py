@@ -131,7 +131,7 @@ def _tables(summary: TraceSummary) -> list[Table]:
     errors = table_of("prediction error", "launches", "median", "p90", "bias")
     for error in summary.errors:
         errors.add_row(
-            Text(f"{error.policy}, {error.lane} lane"),
+            Text(f"{error.policy}, {error.lane} lane, up to {error.most_rows:,} rows"),
             f"{error.num_launches:,}",
             f"{error.median_percent:.1f} %",
             f"{error.p90_percent:.1f} %",

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from bullet_graph.perf.performance import size_of
 from bullet_graph.perf.trace import LANES, Decision, LaneName, Launch, Trace, TracedRequest, TraceHeader
 
 FloatArray = NDArray[np.float64]
@@ -121,7 +122,7 @@ class PolicyShare:
 
 @dataclass(frozen=True, slots=True)
 class PredictionError:
-    """Predicted against measured device time of a policy's launches on a lane, where there is a prediction.
+    """Predicted against measured device time of a policy's launches on a lane, of one size: up to ``most_rows``.
 
     Median and p90 are of the absolute errors, relative to the measured time. The bias is (sum of predictions ÷ sum of
     measurements − 1) × 100; negative: predictions are too short.
@@ -129,6 +130,7 @@ class PredictionError:
 
     policy: str
     lane: LaneName
+    most_rows: int
     num_launches: int
     median_percent: float
     p90_percent: float
@@ -258,16 +260,17 @@ def _lane_shares(occupancy: Occupancy, window: Window) -> dict[str, float]:
 
 
 def _prediction_errors(ended: list[Launch]) -> tuple[PredictionError, ...]:
-    pairs: defaultdict[tuple[str, LaneName], list[tuple[float, float]]] = defaultdict(list)
+    pairs: defaultdict[tuple[str, LaneName, int], list[tuple[float, float]]] = defaultdict(list)
     for launch in ended:
         if launch.predicted_ms is not None and launch.device_ms:
-            pairs[launch.policy, launch.lane].append((launch.predicted_ms, launch.device_ms))
+            size = size_of(launch.decode_rows + launch.prefill_rows)
+            pairs[launch.policy, launch.lane, size].append((launch.predicted_ms, launch.device_ms))
     errors = []
-    for (policy, lane), values in sorted(pairs.items()):
+    for key, values in sorted(pairs.items()):
         predicted, measured = np.array(values).T
         median, p90 = np.percentile(np.abs(predicted / measured - 1) * 100, (50, 90))
         bias = (predicted.sum() / measured.sum() - 1) * 100
-        errors.append(PredictionError(policy, lane, len(values), float(median), float(p90), float(bias)))
+        errors.append(PredictionError(*key, len(values), float(median), float(p90), float(bias)))
     return tuple(errors)
 
 

@@ -33,6 +33,11 @@ def full_rows(rows: int) -> int:
     return -(-rows // tile) * tile
 
 
+def size_of(rows: int) -> int:
+    """The size of a forward of so many rows, for comparisons of predictions: the next power of two, 64 at least."""
+    return 1 << (max(rows, 64) - 1).bit_length()
+
+
 class PerformanceModel(Protocol):
     """Predicts step times of one model on one GPU; a call costs some microseconds.
 

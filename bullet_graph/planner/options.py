@@ -8,7 +8,7 @@ from functools import cached_property
 from itertools import takewhile
 from typing import Literal
 
-from bullet_graph.perf.performance import PerformanceModel, Prediction, attention_pairs
+from bullet_graph.perf.performance import PerformanceModel, Prediction, attention_pairs, size_of
 from bullet_graph.planner.plan import DecodeLoad, Load, Option, PolicyName
 from bullet_graph.planner.tuning import TUNING
 
@@ -19,13 +19,13 @@ ForwardKind = Literal["step", "slice"]
 class Corrections(dict[tuple[PolicyName, ForwardKind, int], float]):
     """Measured ÷ predicted time by policy, kind and size of forward: a moving geometric mean that begins at 1.
 
-    Short forwards between decode steps run faster than in a profile, long ones do not (bench/LOG.md). A size is a
-    number of rows, rounded up to a power of two. Those never measured are absent.
+    Short forwards between decode steps run faster than in a profile, long ones do not (bench/LOG.md). Sizes are of
+    :func:`~bullet_graph.perf.performance.size_of`; those never measured are absent.
     """
 
     def of(self, policy: PolicyName, kind: ForwardKind, rows: int) -> float:
         """The factor for a forward of this many rows; 1 if none of its size was measured."""
-        return self.get((policy, kind, _size(rows)), 1.0)
+        return self.get((policy, kind, size_of(rows)), 1.0)
 
     def observe(
         self, policy: PolicyName, kind: ForwardKind, rows: int, predicted_ms: float, measured_ms: float
@@ -34,11 +34,7 @@ class Corrections(dict[tuple[PolicyName, ForwardKind, int], float]):
         if predicted_ms <= 0 or measured_ms <= 0:
             return
         ratio = _limited(measured_ms / predicted_ms)
-        self[policy, kind, _size(rows)] = _limited(self.of(policy, kind, rows) * ratio**TUNING.correction_weight)
-
-
-def _size(rows: int) -> int:
-    return 1 << (max(rows, TUNING.correction_rows) - 1).bit_length()
+        self[policy, kind, size_of(rows)] = _limited(self.of(policy, kind, rows) * ratio**TUNING.correction_weight)
 
 
 def _limited(factor: float) -> float:

@@ -45,7 +45,6 @@ class PlannerTuning:
     # Weight of one value in the moving averages of prefill rate and corrections.
     rate_weight: float = 0.1
     correction_weight: float = 0.05
-    correction_rows: int = 64  # forwards of up to this many rows share a correction
     correction_limit: float = 2.0  # corrections stay within this factor of 1, and so does one measurement
     # A lead or lag is spread over this many tokens: soon enough for short outputs, no jumps.
     budget_horizon_tokens: int = 32

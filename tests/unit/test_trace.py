@@ -337,15 +337,15 @@ def test_prediction_errors(tmp_path: Path) -> None:
         retire(6, 100.46, 10.0),
         launched(7, "decode", 100.46, "solo", 0, predicted_ms=5.0),
     )
-    errors = {(error.policy, error.lane): error for error in summarize_trace(trace).errors}
+    errors = {(error.policy, error.lane, error.most_rows): error for error in summarize_trace(trace).errors}
     # Mixed was launched without a prediction.
-    assert set(errors) == {("solo", "decode"), ("split", "decode"), ("split", "prefill")}
-    solo = errors["solo", "decode"]
+    assert set(errors) == {("solo", "decode", 64), ("split", "decode", 64), ("split", "prefill", 512)}
+    solo = errors["solo", "decode", 64]
     assert solo.num_launches == 3
     assert solo.median_percent == pytest.approx(20.0)
     assert solo.p90_percent == pytest.approx(20.0 + 0.8 * 30.0)
     assert solo.bias_percent == pytest.approx((155 / 160 - 1) * 100)
-    split = errors["split", "prefill"]
+    split = errors["split", "prefill", 512]
     assert (split.median_percent, split.bias_percent) == pytest.approx((20.0, 20.0))
 
 
