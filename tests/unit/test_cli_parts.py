@@ -249,7 +249,7 @@ def test_tables(missed_file: Path) -> None:
     assert "│ both lanes busy │ 25.0 % │" in words
     assert "│ split │ 2 │ 66.7 % │ 50.0 % │" in words
     assert "│ tpot │ 4 │ 66.7 % │" in words
-    assert "│ split, prefill lane │ 1 │ 20.0 % │ 20.0 % │ +20.0 % │" in words
+    assert "│ split, prefill lane, up to 512 rows │ 1 │ 20.0 % │ 20.0 % │ +20.0 % │" in words
     assert "│ tpot: split │ 12 │" in words
     assert "│ [bold]late │ TTFT │ 300.0 │ 100.0 │ queued 75.0 %, prefill 25.0 % │" in words
     assert "… and 3 more (all are in the JSON)" in words

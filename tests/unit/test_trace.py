@@ -54,7 +54,7 @@ def begin(path: Path, *, overwrite: bool = False) -> DecisionTrace:
 
 
 def launch(trace: DecisionTrace, ticket: int, *, predicted_ms: float | None = 9.0) -> None:
-    scheduled = SimpleNamespace(step=SimpleNamespace(decode=SimpleNamespace(slots=range(3)), prefill=None))
+    scheduled = SimpleNamespace(step=SimpleNamespace(decode_rows=3, prefill_rows=0))
     placement = Placement(partition=SmPartition(16, None))
     trace.launched(Launch(ticket, scheduled, placement, "split", predicted_ms, beside=False), 7.25)  # type: ignore[arg-type]
 
