@@ -329,7 +329,7 @@ columns are simulated. The H100's chats were measured before prompts waited for 
 FILES = """
 ## Files
 
-Each file has date, device, versions, commit and, but for these, command (`argv`):
+Each file has date, device, versions and commit. All have their command (`argv`), but for:
 """
 
 

@@ -8,7 +8,6 @@ from fakes.perf_tables import LLAMA_8B, h200_table
 from bullet_graph.config import Policy
 from bullet_graph.perf.performance import attention_pairs
 from bullet_graph.perf.predict import TableModel
-from bullet_graph.planner.options import ForwardKind
 from bullet_graph.planner.plan import ChunkLoad, DecodeLoad, Load, Option, Plan, PolicyName, PromptLoad
 from bullet_graph.planner.planner import Planner
 
@@ -72,6 +71,7 @@ def chosen(plan: Plan) -> Option:
     return matching[-1]
 
 
-def correct(of: Planner, policy: PolicyName, kind: ForwardKind, factor: float) -> None:
-    """Forwards of every size take ``factor`` times what the model says."""
-    of.corrections.update({(policy, kind, 1 << bits): factor for bits in range(6, 15)})
+def correct(of: Planner, policy: PolicyName, *, steps: float = 1.0, slices: float = 1.0) -> None:
+    """Forwards of every size take so many times what the model says: those with decode rows, and those without."""
+    for rows in (1 << bits for bits in range(6, 15)):
+        of.corrections.update({(policy, "step", rows): steps, (policy, "slice", rows): slices})

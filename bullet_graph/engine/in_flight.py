@@ -160,10 +160,10 @@ def stalled_launches(
 
 
 def _describe(step: Step, placement: Placement, config: EngineConfig, lane_sms: LaneSms) -> str:
-    rows = 0 if step.decode is None else len(step.decode.slots)
+    rows = step.decode_rows
     if step.prefill is not None:
-        tokens, prompts = len(step.prefill.token_ids), len(step.prefill.slots)
-        what = f"a forward of {tokens} prompt tokens ({prompts} prompts) and {rows} decode rows"
+        prompts = len(step.prefill.slots)
+        what = f"a forward of {step.prefill_rows} prompt tokens ({prompts} prompts) and {rows} decode rows"
     elif config.cuda_graphs and lane_sms:
         size = bucket_for(rows, batch_size_buckets(config.max_num_seqs))
         what = f"the decode graph of batch size {size} ({rows} rows)"

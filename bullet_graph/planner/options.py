@@ -169,9 +169,13 @@ class Options:
         row_step = TUNING.row_step
         most = max(self._predictor.max_chunk_tokens - self.batch_size, row_step)
         tokens = min(max(tokens, row_step), most, self.backlog.tokens)
+        ms, measured = self._mixed_ms(tokens)
+        return self._option("mixed", tokens, ms, tokens / ms, measured)
+
+    def _mixed_ms(self, tokens: int) -> tuple[float, bool]:
+        """The time of a mixed forward, and whether the prediction rests on measured points alone."""
         prediction = self._model.mixed(tokens, self.backlog.pairs(tokens), *self._batch)
-        ms = prediction.ms * self._corrections.of("mixed", "step", tokens + self.batch_size)
-        return self._option("mixed", tokens, ms, tokens / ms, prediction.measured)
+        return prediction.ms * self._corrections.of("mixed", "step", tokens + self.batch_size), prediction.measured
 
     def mixed_sizes(self) -> list[Option]:
         """Mixed forwards to weigh: all rows, half of them, and so on; with a limit, the largest within it, and bursts.
@@ -201,11 +205,8 @@ class Options:
         option = self.mixed(self._predictor.max_chunk_tokens)
         if option.interval_ms <= self.limit_ms:
             return option
-
-        def interval_ms(steps: int) -> float:
-            return self.mixed(steps * row_step).interval_ms
-
-        fits = bisect_right(range(1, -(-option.chunk_tokens // row_step)), self.limit_ms, key=interval_ms)
+        steps = range(1, -(-option.chunk_tokens // row_step))
+        fits = bisect_right(steps, self.limit_ms, key=lambda step: self._mixed_ms(step * row_step)[0])
         return self.mixed(fits * row_step) if fits else None
 
     def paced(self, steps: int) -> Option:

@@ -17,8 +17,8 @@ class PlannerTuning:
     # Most rows of a forward where no table says how long it takes: with 64 of them decode rows, an 8B model on an H200
     # needs 17 ms.
     fixed_chunk_tokens: int = 512
-    # Bursts, and forwards without a time limit, that leave prompt rows over have a multiple of this many rows. On two
-    # H200s, 256, 384, 512, 640 and 768 rows of Llama-3.1-70B in FP8 take 26, 35, 42, 51 and 58 ms.
+    # A burst, or a forward without a time limit, has a multiple of this many rows, unless it takes all prompt rows. On
+    # two H200s, 256, 384, 512, 640 and 768 rows of Llama-3.1-70B in FP8 take 26, 35, 42, 51 and 58 ms.
     tile_rows: int = 256
     floor_tokens: int = 64  # prompt rows of a mixed step that cannot hold its target anyway
     # Forwards paced to last for the longest output have a multiple of ``paced_rows`` rows (prompt and decode). Other

@@ -35,15 +35,13 @@ class StepWork:
     @classmethod
     def of(cls, step: Step, *, samples: bool) -> "StepWork":
         """The work of this step; ``samples``: it includes the last layer, so that tokens are sampled."""
-        tokens, pairs, batch_size, kv_tokens, num_sampled = 0, 0.0, 0, 0, 0
+        pairs, kv_tokens, num_sampled, batch_size = 0.0, 0, 0, step.decode_rows
         if step.prefill is not None:
-            tokens = len(step.prefill.token_ids)
             pairs = sum(map(attention_pairs, np.diff(step.prefill.q_indptr).tolist(), step.prefill.starts.tolist()))
             num_sampled = int(np.count_nonzero(step.prefill.samples))
         if step.decode is not None:
-            batch_size = len(step.decode.slots)
             kv_tokens = int(step.decode.positions.sum()) + batch_size
-        return cls(tokens, pairs, batch_size, kv_tokens, num_sampled + batch_size if samples else 0)
+        return cls(step.prefill_rows, pairs, batch_size, kv_tokens, num_sampled + batch_size if samples else 0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -120,10 +120,12 @@ class Step:
 
     @property
     def prefill_rows(self) -> int:
+        """Prompt tokens of all chunks."""
         return 0 if self.prefill is None else len(self.prefill.token_ids)
 
     @property
     def decode_rows(self) -> int:
+        """Sequences that decode."""
         return 0 if self.decode is None else len(self.decode.slots)
 
 

@@ -1,6 +1,7 @@
 """Plans of each forced policy over a table like an H200's, and corrections."""
 
 import math
+from typing import get_args
 
 import pytest
 from hypothesis import given
@@ -12,8 +13,8 @@ from bullet_graph.errors import ConfigError
 from bullet_graph.hardware import GENERIC
 from bullet_graph.partition.masks import WHOLE_GPU, partition_of
 from bullet_graph.perf.performance import attention_pairs
-from bullet_graph.planner.options import Backlog, Corrections
-from bullet_graph.planner.plan import Load, Plan, PromptLoad
+from bullet_graph.planner.options import Backlog, Corrections, ForwardKind
+from bullet_graph.planner.plan import Load, Plan, PolicyName, PromptLoad
 from bullet_graph.planner.planner import Planner
 from bullet_graph.planner.tuning import TUNING
 
@@ -151,8 +152,8 @@ class TestSerialAndMixed:
     ) -> None:
         """``measured``: ratio of measured to predicted times."""
         decode, mixed = decoding(batch_size, tpot=tpot), planner("mixed")
-        correct(mixed, "mixed", "step", measured)
-        correct(mixed, "solo", "step", measured)
+        correct(mixed, "mixed", steps=measured)
+        correct(mixed, "solo", steps=measured)
         plan = mixed.plan(load_of(decode, tokens))
 
         def step_ms(rows: int) -> float:
@@ -237,41 +238,41 @@ class TestCorrections:
     def test_forwards_of_one_size_share_one(self, rows: int, least: int, most: int) -> None:
         corrections = Corrections()
         corrections.observe("mixed", "step", rows, 10.0, 12.0)
-        corrected = [n for n in range(2000) if corrections.of("mixed", "step", n) > 1]
-        assert corrected == list(range(least, most + 1))
+        assert [n for n in range(2000) if corrections.of("mixed", "step", n) > 1] == list(range(least, most + 1))
 
     def test_each_policy_and_kind_has_its_own(self) -> None:
         """Every predicted time takes the factor of its policy and kind, and no other."""
         corrected, load = planner("split:48"), load_of(decoding(64), 8000)
-        correct(corrected, "split", "step", 1.5)
-        correct(corrected, "split", "slice", 0.75)
+        correct(corrected, "split", steps=1.5, slices=0.75)
         (before,), (after,) = planner("split:48").plan(load).options, corrected.plan(load).options
         assert after.interval_ms == pytest.approx(1.5 * before.interval_ms)
         assert after.prefill_tokens_per_s == pytest.approx(before.prefill_tokens_per_s / 0.75)
+        plain, mixed = planner("mixed:512"), planner("mixed:512")
+        correct(mixed, "mixed", steps=1.5, slices=0.75)
+        assert mixed.plan(load).decode_ms == pytest.approx(1.5 * plain.plan(load).decode_ms)
 
-    SOLO, SPLIT = ("solo step", [64, 128]), ("split slice", [256, 512, 1024, 2048])
-
-    @pytest.mark.parametrize(("of", "sizes"), [SOLO, ("solo slice", [8192]), ("split step", [64]), SPLIT])
-    def test_each_prediction_takes_that_of_its_rows(self, of: str, sizes: list[int]) -> None:
+    def test_each_prediction_takes_that_of_its_rows(self) -> None:
         load, changed = load_of(decoding(64, tpot=20.0), 6000, ttft_ms=1e3), []
-        for rows in (1 << bits for bits in range(6, 15)):
+        for key in [(p, k, 1 << b) for p in get_args(PolicyName) for k in get_args(ForwardKind) for b in range(6, 15)]:
             auto = planner()
-            auto.corrections[*of.split(), rows] = 1.5  # type: ignore[index]
-            changed += [rows] * (auto.plan(load) != planner().plan(load))
-        assert changed == sizes
+            auto.corrections[key] = 1.5
+            changed += [" ".join(map(str, key))] * (auto.plan(load) != planner().plan(load))
+        steps = ["mixed step 512", "mixed step 1024", "solo step 64", "solo step 128", "split step 64"]
+        assert set(changed) == {"solo slice 8192", *steps, *(f"split slice {256 << bits}" for bits in range(4))}
 
     def test_they_converge_on_the_ratio(self) -> None:
         auto = planner()
         for _ in range(300):
             auto.corrections.observe("solo", "step", 64, auto.predictor.decode_ms(64, 64000), 9.0)
         assert auto.plan(load_of(decoding(64))).decode_ms == pytest.approx(9.0, rel=0.01)
+        assert auto.predictor.decode_ms(64, 64000) == pytest.approx(9.0, rel=0.01)
 
     def test_a_size_that_is_slow_is_avoided(self) -> None:
         mixed, load = planner("mixed"), load_of(decoding(64, tpot=20.0), 8000)
         assert mixed.plan(load).chunk_tokens > 512
         mixed.corrections["mixed", "step", 1024] = 1.5
-        assert mixed.plan(load).chunk_tokens == 448
-        assert mixed.plan(load).decode_ms == model().mixed(448, attention_pairs(448), 64, 64000).ms
+        plan, ms = mixed.plan(load), model().mixed(448, attention_pairs(448), 64, 64000).ms
+        assert (plan.chunk_tokens, plan.decode_ms) == (448, ms)
 
 
 def test_the_rate_for_ordering_prompts_follows_the_plans() -> None:

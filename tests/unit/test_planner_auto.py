@@ -91,7 +91,7 @@ class TestAuto:
 
     def test_where_no_mixed_step_holds_the_target_another_policy_must(self) -> None:
         slow = planner()
-        correct(slow, "mixed", "step", 2.0)
+        correct(slow, "mixed", steps=2.0)
         plan = slow.plan(load_of(decoding(64, tpot=12.0), 2000))
         assert not next(o for o in plan.options if o.policy == "mixed").holds_tpot
         assert plan.policy == "split"
@@ -198,8 +198,7 @@ class TestAuto:
         for policy in ("mixed", "split"):
             beside = max((o for o in paid.options if o.policy == policy), key=lambda o: o.throughput)
             slower = 1.01 * beside.throughput / (TUNING.beside_gain * first.throughput)
-            correct(auto, policy, "step", slower)
-            correct(auto, policy, "slice", slower)
+            correct(auto, policy, steps=slower, slices=slower)
         plan = auto.plan(load)
         assert (plan.policy, plan.decode, plan.bound) == ("solo", False, "throughput")
         assert plan.chunk_tokens == first.chunk_tokens > 2000
