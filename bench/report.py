@@ -70,7 +70,7 @@ def goodput_rows(task: Task) -> Iterator[Row]:
     for share in SHARES:
         if row := next(filter(None, (_goodput_row(each, share) for _, each in tried)), None):
             files = "…" if first and first.file == row.file else row.file
-            yield replace(row, what=f"… goodput_{100 * share:.0f}", file=files) if first else row
+            yield replace(row, what=f"… {100 * share:.0f} %", file=files) if first else row
             first = first or row
 
 
@@ -158,7 +158,7 @@ def decode_rows(sources: Sequence[Source]) -> Iterator[Row]:
         context = one["input_len"] + one["output_len"] // 2
         bare = [1e3 * row["seconds"] for row in bare_rows(sources, source.card, f"decode={size}x{context}")]
         copy_ms = one["decode_step_bytes"] / one["copy_gb_per_s"] / 1e6
-        limit_ms, kind = (min(bare), "kernels alone") if bare else (copy_ms, "bytes at a copy's rate")
+        limit_ms, kind = (min(bare), "kernels alone") if bare else (copy_ms, "a copy's rate")
         yield Row(
             f"decode step, {model}, batch {size}, context {context:,}",
             f"{step_ms:.2f} ms",
@@ -275,15 +275,16 @@ def simulated_rows(simulations: Sequence[Source]) -> Iterator[str]:
 INTRODUCTION = """# Measurements
 
 Written by `python -m bench.report` from `{folder}`.
-Machine: {device}, driver {driver}, {versions}. Random weights in the models' shapes.
+Machine: {device}, driver {driver}, {versions}. Random weights.
 
 The model is llama-3.1-8b where none is named. "Ratio" is this engine over vLLM or the named peer: high is good for
 goodput, low for times and energy. vLLM takes 512 tokens a step, all at once 8,192. It served fewer with other sizes
 (log), but more on 2 GPUs with 256. SGLang mixes prompts with decode. This engine runs `auto`, and its best all at
-once. Goodput is the highest rate at which 90 % of the requests (`goodput_99`: 99 %) meet both targets ("500/15 ms": of
-TTFT and TPOT), for at least 120 s. "<": it failed at that rate, and the ratio is a bound. "Worse here": by more than
-2 % at the highest load that both ran. At its higher goodput, this engine has longer tails of TTFT: a queue grows. Cards
-differ by 6 %: compare figures of one card. Most files are older than the engine.
+once. goodput_90 is the highest rate at which 90 % of the requests meet both targets ("500/15 ms": of TTFT and TPOT),
+for at least 120 s. "Burstiness" is the shape of gamma distributed gaps, else exponential. "<": it failed at
+that rate, and the ratio is a bound. "Worse here": by more than 2 % at the highest load that both ran. At its higher
+goodput, this engine has longer tails of TTFT: a queue grows. Cards differ by 6 %: compare figures of one card. Most
+files are older than the engine.
 
 ## Headline figures
 
@@ -311,7 +312,7 @@ ABLATION = """
 ## What each part of the planner brings
 
 Simulated goodput_90 / goodput_99 in requests/s (`bullet-graph simulate --sweep`, H200). `mixed:512` has
-chunks of one size, as the peers; `mixed` sizes them by targets and measured times. `auto` may also split, and lets
+chunks of one size, like peers; `mixed` sizes them by targets and measured times. `auto` may also split, and lets
 decode steps wait to save energy. goodput_99 rests on 3 of 300 requests.
 
 | trace, TTFT/TPOT in ms | `serial` | `mixed:512` | `mixed` | `split` | `auto` |
@@ -321,7 +322,7 @@ SIMULATED = """
 ## Simulated beside measured
 
 The fastest stable run of `auto` for each: measured / simulated (`python -m bench.simulator_error`). The last two
-columns are simulated. The H100's chats were measured before prompts waited for room.
+columns: simulated. The H100's chats were measured before prompts waited for room.
 
 | GPU, requests, rate | on time, % | median TPOT, ms | p99 TTFT, ms | on time: `mixed` / `split` | time split, % |
 | --- | ---: | ---: | ---: | ---: | ---: |
@@ -329,7 +330,7 @@ columns are simulated. The H100's chats were measured before prompts waited for 
 FILES = """
 ## Files
 
-Each file has date, device, versions and commit. All have their command (`argv`), but for:
+Each file has date, device, versions, commit and command (`argv`), but no command:
 """
 
 

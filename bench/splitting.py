@@ -21,9 +21,9 @@ PLOT = "splitting.svg"
 SECTION = """
 ## Where splitting pays
 
-Sequences decode beside prompts without end, and both policies hold the TPOT target. Above 1, `split` computes more
-prompt tokens. 0: it cannot hold the target; 2.5: also more, or `mixed` cannot hold it. Hollow: one side lies beyond the
-measured table. Bursts and launches by the host do not count.
+Sequences decode beside endless prompts; both policies hold the TPOT target. Above 1, `split` computes more prompt
+tokens. 0: it cannot hold the target; 2.5: also more, or `mixed` cannot. Hollow: one side is beyond the measured table.
+Bursts and the host's time do not count.
 
 ![Prompt tokens per second under split over mixed, by TPOT target]({path})"""
 """Of the report."""
