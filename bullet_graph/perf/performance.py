@@ -27,10 +27,15 @@ def attention_pairs(tokens: int, cached_tokens: int = 0) -> float:
     return tokens * (cached_tokens + (tokens + 1) / 2)
 
 
-def full_rows(rows: int) -> int:
-    """The rows of the tiles that ``rows`` take: matrix kernels compute tiles of 128 rows, of 64 if that is enough."""
-    tile = 64 if rows <= 64 else 128
-    return -(-rows // tile) * tile
+OPENED_ROWS = 16
+"""Rows of a tile that is as good as empty: with so many beyond full tiles, profiles measure what opening one costs."""
+
+
+def tile_of(rows: int) -> tuple[int, int]:
+    """Rows before and up to the end of the last tile: matrix kernels compute tiles of 128 rows, of 64 at the start."""
+    size = 64 if rows <= 128 else 128
+    end = -(-rows // size) * size
+    return end - size, end
 
 
 def size_of(rows: int) -> int:

@@ -7,7 +7,7 @@ from itertools import accumulate
 
 from bullet_graph.errors import PerfTableError
 from bullet_graph.hardware import gpu_spec
-from bullet_graph.perf.performance import Prediction, SplitPrediction, attention_pairs, full_rows
+from bullet_graph.perf.performance import OPENED_ROWS, Prediction, SplitPrediction, attention_pairs, tile_of
 from bullet_graph.perf.roofline import CHUNK_STEP_TOKENS, DecoderShape, Roofline
 from bullet_graph.perf.surface import NOTHING_MEASURED, Surface, clamp_cells, fill_like, fill_surface, nodes_around
 from bullet_graph.perf.table import (
@@ -285,14 +285,19 @@ class MixedTimes:
     A forward has three parts: the attention of its prompt rows (a slope in their depth, from prefill alone), that of
     its decode rows (a slope in KV tokens, from the mixed points, else from decode alone), and the rest, a surface over
     prompt rows and decode rows. Without mixed points the rest is a prefill of all rows together. ``points`` are (prompt
-    rows, decode rows, context, milliseconds); ``decode`` and ``prefill`` are alone on the whole GPU. If all points
-    fill their tiles, rows are rounded up to full tiles.
+    rows, decode rows, context, milliseconds); ``decode`` and ``prefill`` are alone on the whole GPU.
+
+    If all points fill their tiles or just open one, the first row of a tile costs a share of the tile's time: as those
+    that open one measured, all of it if none does. The rest comes with the other rows.
     """
 
     def __init__(self, points: Sequence[tuple[int, int, int, float]], decode: Surface, prefill: Surface) -> None:
-        self._has_tiles = bool(points) and all(
-            full_rows(tokens + batch_size) == tokens + batch_size for tokens, batch_size, _, _ in points
-        )
+        tiles = [(point, point[0] + point[1], tile_of(point[0] + point[1])) for point in points]
+        full = [point for point, rows, (_, end) in tiles if rows == end]
+        opened = [point for point, rows, (begin, _) in tiles if rows == begin + OPENED_ROWS]
+        self._has_tiles = bool(full) and len(full) + len(opened) == len(points)
+        if self._has_tiles:
+            points = full
         measured_xs = sorted({float(tokens) for tokens, _, _, _ in points})
         measured_ys = sorted({float(batch_size) for _, batch_size, _, _ in points})
         xs = sorted({*prefill.xs, *measured_xs})
@@ -312,17 +317,33 @@ class MixedTimes:
         self._batch_range = (measured_ys[0], measured_ys[-1]) if points else NOTHING_MEASURED
         self._xs, self._ys = xs, ys
         self._depth_ms, self._kv_ms = depth_ms, kv_ms
+        self._begins, self._shares = self._opening(opened)
 
     def __call__(self, tokens: int, pairs: float, batch_size: int, kv_tokens: float) -> tuple[float, bool]:
         """Milliseconds, and whether rows and batch lie within the measured range."""
-        filled = full_rows(tokens + batch_size) - batch_size if self._has_tiles else tokens
-        ms = (
-            self._rest(filled, batch_size)
-            + _interpolate(self._xs, self._depth_ms, tokens) * pairs / tokens
-            + _interpolate(self._ys, self._kv_ms, batch_size) * kv_tokens
-        )
+        ms = self._rest(tokens, batch_size)
+        if self._has_tiles:
+            begin, end = tile_of(tokens + batch_size)
+            ms += (self._rest(end - batch_size, batch_size) - ms) * _interpolate(self._begins, self._shares, begin)
+        ms += self._attention_ms(tokens, pairs, batch_size, kv_tokens)
         least, greatest = self._batch_range
         return ms, least <= batch_size <= greatest and self._rest.is_measured(tokens)
+
+    def _attention_ms(self, tokens: int, pairs: float, batch_size: int, kv_tokens: float) -> float:
+        prompt_ms = _interpolate(self._xs, self._depth_ms, tokens) * pairs / tokens
+        return prompt_ms + _interpolate(self._ys, self._kv_ms, batch_size) * kv_tokens
+
+    def _opening(self, opened: Sequence[tuple[int, int, int, float]]) -> tuple[list[float], list[float]]:
+        """Rows before tiles, rising, and the share of its time that opening the next tile costs."""
+        shares = {}
+        for tokens, batch_size, context, ms in sorted(opened):
+            begin, end = tile_of(tokens + batch_size)
+            linear_ms, whole_ms = self._rest(tokens, batch_size), self._rest(end - batch_size, batch_size)
+            rest_ms = ms - self._attention_ms(tokens, attention_pairs(tokens), batch_size, batch_size * context)
+            share = (rest_ms - linear_ms) / (whole_ms - linear_ms) if whole_ms > linear_ms else 1.0
+            shares[float(begin)] = min(max(share, 0.0), 1.0)
+        values = list(shares.values()) or [1.0]
+        return [-1.0, *shares, _MAX_CHUNK_TOKENS], [values[0], *values, values[-1]]
 
 
 def _slope(surface: Surface, x: float) -> float:

@@ -10,7 +10,7 @@ import numpy as np
 
 from bullet_graph.config import KV_BLOCK_TOKENS
 from bullet_graph.errors import ConfigError
-from bullet_graph.perf.performance import PerformanceModel
+from bullet_graph.perf.performance import OPENED_ROWS, PerformanceModel
 from bullet_graph.perf.table import KINDS, PerfTable, ProfilePoint, median_ms
 
 WARM_S = 0.06
@@ -149,6 +149,8 @@ def _at_level(level: int, num_sms: int, decode_sms: Sequence[int], limits: Profi
         for rows, batch_size in itertools.product(sizes, batch_sizes):
             if rows > batch_size:
                 yield ProfilePoint("mixed", None, batch_size, context, rows - batch_size)
+    for tokens in ((128, 256, 512), (64, 1024))[level]:
+        yield ProfilePoint("mixed", None, OPENED_ROWS, 1000, tokens)
     for sms in decode_sms:
         for batch_size, context, tokens in _SPLIT[level]:
             yield ProfilePoint("split", sms, batch_size, context, tokens)

@@ -1,5 +1,6 @@
 """The table's model: exact where measured, sensible between, honest beyond."""
 
+import itertools
 import math
 import random
 from collections.abc import Callable
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 from bullet_graph.errors import PerfTableError
 from bullet_graph.models.config import ModelConfig
 from bullet_graph.models.presets import PRESETS
-from bullet_graph.perf.performance import PerformanceModel, attention_pairs, full_rows
+from bullet_graph.perf.performance import PerformanceModel, attention_pairs, tile_of
 from bullet_graph.perf.predict import TableModel
 from bullet_graph.perf.profile_plan import ErrorReport, PointError, held_back_errors
 from bullet_graph.perf.table import Measured, PerfTable, PointKind, ProfilePoint, load_table, median_ms
@@ -69,13 +70,10 @@ def test_sizes_between_measured_ones_are_interpolated(sms: int) -> None:
 
 def test_prefill_pays_for_the_pairs_it_has() -> None:
     # 8 prompts of 256 tokens have fewer pairs than one of 2,048, a chunk after a long prefix has more.
-    short = MODEL.prefill(2048, 8 * attention_pairs(256)).ms
-    alone = MODEL.prefill(2048, attention_pairs(2048)).ms
+    fewer = 8 * attention_pairs(256)
+    short, alone = (MODEL.prefill(2048, pairs).ms for pairs in (fewer, PAIRS))
     later = MODEL.prefill(1000, attention_pairs(1000, 3000)).ms
-    assert short < alone
-    assert short == pytest.approx(
-        perf_tables.prefill_ms(2048) - (attention_pairs(2048) - 8 * attention_pairs(256)) * 1.165e-6, rel=0.01
-    )
+    assert alone > short == pytest.approx(perf_tables.prefill_ms(2048) - (PAIRS - fewer) * 1.165e-6, rel=0.01)
     assert later == pytest.approx(perf_tables.prefill_ms(1000, 3000), rel=0.02)
 
 
@@ -100,27 +98,36 @@ def test_mixed_points_at_two_contexts_give_the_slope() -> None:
         assert predicted.measured
 
 
-def test_a_mixed_forward_takes_as_long_as_its_full_tiles() -> None:
-    def made(*rows: int) -> TableModel:
-        points = {
-            ProfilePoint("mixed", None, batch_size, context, total - batch_size): [(total / 16 + context / 500,)]
-            for total in rows
-            for batch_size in (16, 64)
-            for context in (1000, 3000)
-        }
-        return with_points("mixed", points)
+def with_tiles(*rows: int, opened_ms: float | None = None) -> TableModel:
+    """Mixed forwards of so many rows take a sixteenth of a ms a row; those of 144 rows ``opened_ms`` if it is given."""
+    points = {
+        ProfilePoint("mixed", None, batch_size, context, total - batch_size): [(total / 16 + context / 500,)]
+        for total, batch_size, context in itertools.product(rows, (16, 64), (1000, 3000))
+    }
+    opened = {ProfilePoint("mixed", None, 16, 1000, 128): [(opened_ms,)]} if opened_ms else {}
+    return with_points("mixed", points | opened)
 
+
+def test_a_mixed_forward_takes_as_long_as_its_full_tiles() -> None:
     def ms(table: TableModel, tokens: int, batch_size: int = 16) -> float:
         # As many pairs for all, so that the rows alone count.
         return table.mixed(tokens, attention_pairs(112), batch_size, 16_000).ms
 
-    assert [full_rows(rows) for rows in (1, 64, 65, 128, 129)] == [64, 64, 128, 128, 256]
-    full, part = made(128, 256, 512), made(144, 256, 512)
+    assert [tile_of(rows) for rows in (1, 64, 65, 128, 129)] == [(0, 64), (0, 64), (64, 128), (64, 128), (128, 256)]
+    full, part, opens = with_tiles(128, 256, 512), with_tiles(160, 256, 512), with_tiles(128, 256, 512, opened_ms=14.5)
     assert ms(full, 100) == pytest.approx(ms(full, 112), abs=0.01)
     assert ms(full, 113) == pytest.approx(ms(full, 240), abs=0.01) == pytest.approx(ms(full, 112) + 8, abs=0.1)
     assert ms(full, 320) == pytest.approx((ms(full, 240) + ms(full, 496)) / 2, rel=0.03)
     # Where points end within a tile, as in older tables, times rise with the rows.
     assert ms(part, 113) < ms(part, 130) < ms(part, 240)
+    # 144 rows were measured: their tile costs 8 ms, more than half of them at once.
+    assert opens.mixed(128, attention_pairs(128), 16, 16_000).ms == pytest.approx(14.5, abs=0.01)
+    first, middle, last = (ms(opens, tokens) - ms(opens, 112) for tokens in (113, 176, 240))
+    assert 3 < first < middle - 1 < last - 2 == pytest.approx(6, abs=0.1)
+    assert 2.5 < ms(opens, 241) - ms(opens, 240) < 5, "the next tile is taken to be alike"
+    dear, cheap = (with_tiles(128, 256, 512, opened_ms=opened) for opened in (20.0, 9.0))
+    assert ms(dear, 200) == pytest.approx(ms(full, 200)), "no more than the whole tile"
+    assert ms(cheap, 113) < ms(full, 112) + 1, "no less than rows without tiles"
 
 
 def test_without_mixed_points_the_parts_are_added_up_and_flagged() -> None:
@@ -254,7 +261,8 @@ def noisy_sparse_model(seed: int) -> TableModel:
     return TableModel(replace(H200, points=kept), LLAMA_8B)
 
 
-MODELS = st.sampled_from([TableModel(H200, LLAMA_8B), *(noisy_sparse_model(seed) for seed in range(8))])
+TILED = with_tiles(128, 512, 2048), with_tiles(128, 256, opened_ms=14.5)
+MODELS = st.sampled_from([MODEL, *TILED, *(noisy_sparse_model(seed) for seed in range(8))])
 SMS = st.sampled_from([None, 4, 16, 20, 32, 40, 84, 100, 120])
 
 
@@ -267,8 +275,7 @@ def assert_rises(ms: float, *more_ms: float) -> None:
 def test_decode_never_falls(model: TableModel, batch_size: int, kv: int, more: int, sms: int | None) -> None:
     assert_rises(model.decode(batch_size, kv, sms).ms, model.decode(batch_size, kv + more, sms).ms)
     # One row more, at the same context.
-    rows = (batch_size, batch_size + 1)
-    assert_rises(*(model.decode(n, n * (kv // batch_size), sms).ms for n in rows))
+    assert_rises(*(model.decode(n, n * (kv // batch_size), sms).ms for n in (batch_size, batch_size + 1)))
 
 
 @given(MODELS, st.integers(1, 16384), st.integers(0, 4096), st.integers(0, 100_000), SMS)
@@ -279,8 +286,7 @@ def test_prefill_never_falls(model: TableModel, tokens: int, more: int, cached: 
 
 @given(MODELS, st.integers(1, 8192), st.integers(0, 50_000), st.integers(1, 512), st.integers(1, 8000))
 def test_mixed_never_falls(model: TableModel, tokens: int, cached: int, batch_size: int, context: int) -> None:
-    kv = batch_size * context
-    pairs = attention_pairs(tokens, cached)
+    kv, pairs = batch_size * context, attention_pairs(tokens, cached)
     assert_rises(
         model.mixed(tokens, pairs, batch_size, kv).ms,
         model.mixed(tokens + 64, attention_pairs(tokens + 64, cached), batch_size, kv).ms,
@@ -357,9 +363,7 @@ def test_errors_by_hand() -> None:
 
 
 def test_nothing_held_back() -> None:
-    report = report_of(replace(h200_table(), held_back={}))
-    assert report.points == report.kinds == ()
-    assert report.overall is None
+    assert report_of(replace(h200_table(), held_back={})) == ErrorReport((), (), None)
 
 
 def test_a_point_outside_of_the_measured_range_is_told() -> None:

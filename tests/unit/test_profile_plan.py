@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from bullet_graph.errors import ConfigError
 from bullet_graph.hardware import H200 as H200_SPEC
-from bullet_graph.perf.performance import attention_pairs, full_rows
+from bullet_graph.perf.performance import OPENED_ROWS, attention_pairs, tile_of
 from bullet_graph.perf.profile_plan import MIN_INTERVALS, WARM_S, ProfileLimits, ProfilePlan, plan_profile, seconds_of
 from bullet_graph.perf.roofline import Roofline
 from bullet_graph.perf.table import KINDS, ProfilePoint
@@ -54,11 +54,11 @@ def test_every_plan(limits: ProfileLimits, decode_sms: tuple[int, ...], seed: in
     assert len(set(made.points)) == len(made.points)
     assert not set(made.held_back) & set(made.grid)
     assert all(limits.allows(point) for point in made.points)
-    assert all(full_rows(p.tokens + p.batch_size) == p.tokens + p.batch_size for p in made.grid if p.kind == "mixed")
+    mixed_rows = {p.tokens + p.batch_size for p in made.grid if p.kind == "mixed"}
+    assert all(rows == tile_of(rows)[1] or rows == tile_of(rows)[0] + OPENED_ROWS for rows in mixed_rows)
     assert made.num_passes >= 3
     total_s = made.num_passes * sum(seconds_of(point, made.burst_s, MODEL) for point in made.points)
-    assert total_s <= budget_s
-    assert total_s == pytest.approx(made.guessed_s)
+    assert budget_s >= total_s == pytest.approx(made.guessed_s)
     for kind in KINDS:
         grid_sms = {point.sms for point in made.grid if point.kind == kind}
         if kind == "prefill":
@@ -88,11 +88,8 @@ def test_the_default_budget_buys_every_kind_and_an_eighth_held_back_inside_the_g
 
 
 def test_a_shorter_budget_buys_fewer_points_and_a_longer_one_more_passes() -> None:
-    assert set(plan(budget_s=200).grid) < set(plan().grid)
-    assert set(plan(budget_s=200).grid) >= {
-        ProfilePoint("split", 16, 64, 1000, 2048),
-        ProfilePoint("decode", None, 64, 1000),
-    }
+    needed = {ProfilePoint("split", 16, 64, 1000, 2048), ProfilePoint("decode", None, 64, 1000)}
+    assert needed <= set(plan(budget_s=200).grid) < set(plan().grid)
     assert plan(budget_s=1000).grid == plan().grid
     assert plan(budget_s=1000).num_passes > plan().num_passes == 3
 
@@ -108,8 +105,7 @@ def test_passes_come_in_different_orders() -> None:
     made = plan()
     orders = [made.order(number) for number in range(3)]
     assert all(sorted(map(repr, order)) == sorted(map(repr, made.points)) for order in orders)
-    assert orders[0] != orders[1] != orders[2]
-    assert orders[0] == plan().order(0) != plan(seed=1).order(0)
+    assert plan(seed=1).order(0) != plan().order(0) == orders[0] != orders[1] != orders[2]
 
 
 def test_slow_points_take_longer_than_the_burst() -> None:
