@@ -70,8 +70,8 @@ H200 = GpuSpec(
     fp8_tflops=1230.0,
     attention_tflops=430.0,
     unthrottled=1.27,
-    bandwidth_gb_s=3920.0,
-    half_bandwidth_share=0.26,
+    bandwidth_gb_s=3900.0,
+    half_bandwidth_share=0.3,
     layer_overhead_ms=0.01,
     sharing_slowdown=1.27,
 )
