@@ -281,7 +281,7 @@ The model is llama-3.1-8b where none is named. "Ratio" is this engine over vLLM 
 goodput, low for times and energy. vLLM takes 512 tokens a step, all at once 8,192. It served fewer with other sizes
 (log), but more on 2 GPUs with 256. SGLang mixes prompts with decode. This engine runs `auto`, and its best all at
 once. goodput_90 is the highest rate at which 90 % of the requests meet both targets ("500/15 ms": of TTFT and TPOT),
-for at least 120 s. "Burstiness" is the shape of gamma distributed gaps, else exponential. "<": it failed at
+for at least 120 s. Gaps are exponential; with "burstiness", of a gamma distribution of that shape. "<": it failed at
 that rate, and the ratio is a bound. "Worse here": by more than 2 % at the highest load that both ran. At its higher
 goodput, this engine has longer tails of TTFT: a queue grows. Cards differ by 6 %: compare figures of one card. Most
 files are older than the engine.
@@ -330,7 +330,7 @@ columns: simulated. The H100's chats were measured before prompts waited for roo
 FILES = """
 ## Files
 
-Each file has date, device, versions, commit and command (`argv`), but no command:
+All have date, device, versions and commit; these have no command (`argv`):
 """
 
 
