@@ -158,7 +158,7 @@ def decode_rows(sources: Sequence[Source]) -> Iterator[Row]:
         context = one["input_len"] + one["output_len"] // 2
         bare = [1e3 * row["seconds"] for row in bare_rows(sources, source.card, f"decode={size}x{context}")]
         copy_ms = one["decode_step_bytes"] / one["copy_gb_per_s"] / 1e6
-        limit_ms, kind = (min(bare), "kernels alone") if bare else (copy_ms, "a copy's rate")
+        limit_ms, kind = (min(bare), "kernels alone") if bare else (copy_ms, "at a copy's rate")
         yield Row(
             f"decode step, {model}, batch {size}, context {context:,}",
             f"{step_ms:.2f} ms",
@@ -278,8 +278,8 @@ Written by `python -m bench.report` from `{folder}`.
 Machine: {device}, driver {driver}, {versions}. Random weights.
 
 The model is llama-3.1-8b where none is named. "Ratio" is this engine over vLLM or the named peer: high is good for
-goodput, low for times and energy. vLLM takes 512 tokens a step, all at once 8,192. It served fewer with other sizes
-(log), but more on 2 GPUs with 256. SGLang mixes prompts with decode. This engine runs `auto`, and its best all at
+goodput, low for times and energy. vLLM takes 512 tokens a step, all at once 8,192. Other sizes served fewer (log),
+but 256 more on 2 GPUs. SGLang mixes prompts with decode. This engine runs `auto`, and its best all at
 once. goodput_90 is the highest rate at which 90 % of the requests meet both targets ("500/15 ms": of TTFT and TPOT),
 for at least 120 s. Gaps are exponential; with "burstiness", of a gamma distribution of that shape. "<": it failed at
 that rate, and the ratio is a bound. "Worse here": by more than 2 % at the highest load that both ran. At its higher

@@ -28,11 +28,11 @@ def attention_pairs(tokens: int, cached_tokens: int = 0) -> float:
 
 
 OPENED_ROWS = 16
-"""Rows of a tile that is as good as empty: with so many beyond full tiles, profiles measure what opening one costs."""
+"""Profiles measure what opening a tile costs with so many rows beyond full tiles."""
 
 
 def tile_of(rows: int) -> tuple[int, int]:
-    """Rows before and up to the end of the last tile: matrix kernels compute tiles of 128 rows, of 64 at the start."""
+    """Where the last tile of a forward begins and ends, in rows: tiles of matrix kernels have 128, the first two 64."""
     size = 64 if rows <= 128 else 128
     end = -(-rows // size) * size
     return end - size, end

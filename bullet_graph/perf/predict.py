@@ -287,44 +287,42 @@ class MixedTimes:
     prompt rows and decode rows. Without mixed points the rest is a prefill of all rows together. ``points`` are (prompt
     rows, decode rows, context, milliseconds); ``decode`` and ``prefill`` are alone on the whole GPU.
 
-    If all points fill their tiles or just open one, the first row of a tile costs a share of the tile's time: as those
-    that open one measured, all of it if none does. The rest comes with the other rows.
+    Points may all fill their tiles, but for some that just open one. Then the first row of a tile costs a share of the
+    tile's time. Points that open one tell the share; without them it is all. The other rows of the tile cost the rest.
     """
 
     def __init__(self, points: Sequence[tuple[int, int, int, float]], decode: Surface, prefill: Surface) -> None:
         tiles = [(point, point[0] + point[1], tile_of(point[0] + point[1])) for point in points]
         full = [point for point, rows, (_, end) in tiles if rows == end]
         opened = [point for point, rows, (begin, _) in tiles if rows == begin + OPENED_ROWS]
-        self._has_tiles = bool(full) and len(full) + len(opened) == len(points)
-        if self._has_tiles:
+        has_tiles = bool(full) and len(full) + len(opened) == len(points)
+        if has_tiles:
             points = full
         measured_xs = sorted({float(tokens) for tokens, _, _, _ in points})
         measured_ys = sorted({float(batch_size) for _, batch_size, _, _ in points})
         xs = sorted({*prefill.xs, *measured_xs})
         ys = sorted({0.0, *decode.xs, *measured_ys})
-        depth_ms = list(accumulate((_slope(prefill, x) for x in xs), max))
-        kv_ms = [_kv_slope(y, points, decode) for y in ys]
+        self._xs, self._ys = xs, ys
+        self._depth_ms = list(accumulate((_slope(prefill, x) for x in xs), max))
+        self._kv_ms = [_kv_slope(y, points, decode) for y in ys]
         rest: dict[tuple[float, float], list[float]] = {}
         for tokens, batch_size, context, ms in points:
-            prompt_ms = depth_ms[xs.index(tokens)] * attention_pairs(tokens) / tokens
-            kv_part_ms = kv_ms[ys.index(batch_size)] * batch_size * context
-            rest.setdefault((tokens, batch_size), []).append(max(ms - prompt_ms - kv_part_ms, _LEAST_REST_SHARE * ms))
+            rest_ms = ms - self._attention_ms(tokens, attention_pairs(tokens), batch_size, batch_size * context)
+            rest.setdefault((tokens, batch_size), []).append(max(rest_ms, _LEAST_REST_SHARE * ms))
         measured = {place: sum(parts) / len(parts) for place, parts in rest.items()}
         scales = {(x, y): ms / prefill(x + y, 0.0) for (x, y), ms in measured.items()}
         filled = [[_scale(x, y, scales) * prefill(x + y, 0.0) for y in ys] for x in xs]
         cells = clamp_cells(filled, [[measured.get((x, y)) for y in ys] for x in xs])
         self._rest = Surface(xs, ys, cells, (measured_xs[0], measured_xs[-1]) if points else NOTHING_MEASURED)
         self._batch_range = (measured_ys[0], measured_ys[-1]) if points else NOTHING_MEASURED
-        self._xs, self._ys = xs, ys
-        self._depth_ms, self._kv_ms = depth_ms, kv_ms
-        self._begins, self._shares = self._opening(opened)
+        self._first_rows = self._shares(opened) if has_tiles else None
 
     def __call__(self, tokens: int, pairs: float, batch_size: int, kv_tokens: float) -> tuple[float, bool]:
         """Milliseconds, and whether rows and batch lie within the measured range."""
         ms = self._rest(tokens, batch_size)
-        if self._has_tiles:
+        if self._first_rows is not None:
             begin, end = tile_of(tokens + batch_size)
-            ms += (self._rest(end - batch_size, batch_size) - ms) * _interpolate(self._begins, self._shares, begin)
+            ms += (self._rest(end - batch_size, batch_size) - ms) * _interpolate(*self._first_rows, begin)
         ms += self._attention_ms(tokens, pairs, batch_size, kv_tokens)
         least, greatest = self._batch_range
         return ms, least <= batch_size <= greatest and self._rest.is_measured(tokens)
@@ -333,8 +331,8 @@ class MixedTimes:
         prompt_ms = _interpolate(self._xs, self._depth_ms, tokens) * pairs / tokens
         return prompt_ms + _interpolate(self._ys, self._kv_ms, batch_size) * kv_tokens
 
-    def _opening(self, opened: Sequence[tuple[int, int, int, float]]) -> tuple[list[float], list[float]]:
-        """Rows before tiles, rising, and the share of its time that opening the next tile costs."""
+    def _shares(self, opened: Sequence[tuple[int, int, int, float]]) -> tuple[list[float], list[float]]:
+        """Rows before a tile, rising, and the share of the tile's time that its first row costs."""
         shares = {}
         for tokens, batch_size, context, ms in sorted(opened):
             begin, end = tile_of(tokens + batch_size)

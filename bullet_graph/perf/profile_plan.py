@@ -149,6 +149,7 @@ def _at_level(level: int, num_sms: int, decode_sms: Sequence[int], limits: Profi
         for rows, batch_size in itertools.product(sizes, batch_sizes):
             if rows > batch_size:
                 yield ProfilePoint("mixed", None, batch_size, context, rows - batch_size)
+    # Prompt rows fill their tiles; those that decode open the next.
     for tokens in ((128, 256, 512), (64, 1024))[level]:
         yield ProfilePoint("mixed", None, OPENED_ROWS, 1000, tokens)
     for sms in decode_sms:

@@ -3,9 +3,8 @@
 import itertools
 import math
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from types import MappingProxyType
 
 import pytest
 from fakes import perf_tables
@@ -99,13 +98,13 @@ def test_mixed_points_at_two_contexts_give_the_slope() -> None:
         assert predicted.measured
 
 
-def with_tiles(*rows: int, opened: Mapping[int, float] = MappingProxyType({})) -> TableModel:
+def with_tiles(*rows: int, opened: Sequence[tuple[int, float]] = ()) -> TableModel:
     """Mixed forwards of so many rows take 1/16 ms a row; ``opened``: ms of 16 decode rows beside so many of prompts."""
     points = {
         ProfilePoint("mixed", None, batch_size, context, total - batch_size): [(total / 16 + context / 500,)]
         for total, batch_size, context in itertools.product(rows, (16, 64), (1000, 3000))
     }
-    return with_points("mixed", points | {ProfilePoint("mixed", None, 16, 1000, n): [(opened[n],)] for n in opened})
+    return with_points("mixed", points | {ProfilePoint("mixed", None, 16, 1000, n): [(ms,)] for n, ms in opened})
 
 
 def test_a_mixed_forward_takes_as_long_as_its_full_tiles() -> None:
@@ -121,7 +120,7 @@ def test_a_mixed_forward_takes_as_long_as_its_full_tiles() -> None:
     # Where points end within a tile, as in older tables, times rise with the rows.
     assert ms(part, 113) < ms(part, 130) < ms(part, 240)
     # 144 rows were measured, more than half of their tile's 8 ms, and 272, nearly all of the next tile.
-    opens, dear, cheap = (with_tiles(128, 256, 512, opened={128: ms, 256: 25.0}) for ms in (14.5, 20.0, 9.0))
+    opens, dear, cheap = (with_tiles(128, 256, 512, opened=[(128, ms), (256, 25.0)]) for ms in (14.5, 20.0, 9.0))
     for tokens, opened_ms in ((128, 14.5), (256, 25.0)):
         assert opens.mixed(tokens, attention_pairs(tokens), 16, 16_000).ms == pytest.approx(opened_ms, abs=0.01)
     first, middle, last = (ms(opens, tokens) - ms(opens, 112) for tokens in (113, 176, 240))
@@ -261,7 +260,7 @@ def noisy_sparse_model(seed: int) -> TableModel:
     return TableModel(replace(H200, points=kept), LLAMA_8B)
 
 
-TILED = with_tiles(128, 512, 2048), with_tiles(128, 256, opened={128: 14.5})
+TILED = with_tiles(128, 512, 2048), with_tiles(128, 256, opened=[(128, 14.5)])
 MODELS = st.sampled_from([MODEL, *TILED, *(noisy_sparse_model(seed) for seed in range(8))])
 SMS = st.sampled_from([None, 4, 16, 20, 32, 40, 84, 100, 120])
 

@@ -90,6 +90,7 @@ def test_the_default_budget_buys_every_kind_and_an_eighth_held_back_inside_the_g
 def test_a_shorter_budget_buys_fewer_points_and_a_longer_one_more_passes() -> None:
     needed = {("split", 16, 64, 1000, 2048), ("decode", None, 64, 1000), ("mixed", None, OPENED_ROWS, 1000, 512)}
     assert {ProfilePoint(*fields) for fields in needed} <= set(plan(budget_s=200).grid) < set(plan().grid)
+    assert ProfilePoint("mixed", None, OPENED_ROWS, 1000, 1024) in plan().grid
     assert plan(budget_s=1000).grid == plan().grid
     assert plan(budget_s=1000).num_passes > plan().num_passes == 3
 

@@ -85,7 +85,7 @@ def test_figures_ratios_and_limits(results: Path, tmp_path: Path) -> None:
     assert report("--results", results, "--output", tmp_path / "REPORT.md").exit_code == 0
     text = (tmp_path / "REPORT.md").read_text(encoding="utf-8")
     # 15 GB at 5 TB/s; kernels alone where they were measured on the card.
-    assert "| decode step, batch 1, context 1,000 | 4.00 ms | – | – | – | 3.00 ms, a copy's rate" in text
+    assert "| decode step, batch 1, context 1,000 | 4.00 ms | – | – | – | 3.00 ms, at a copy's rate" in text
     assert "| 7.00 ms | – | – | – | 6.60 ms, kernels alone (1.061×) |" in text
     # The longest of the 600 outputs has 739 tokens: half of the forwards have 512 rows, half 2,048.
     sides = "21.00 s, 20.0 mJ/token | 30.00 s, 25.0 mJ/token"
