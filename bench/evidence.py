@@ -149,7 +149,9 @@ class Task:
 
     @property
     def file(self) -> str:
-        cells = (*self.own.values(), *self.peers.values())
+        """The files that a row rests on."""
+        own = [self.own[CLAIMED]] if self.is_search and CLAIMED in self.own else self.own.values()
+        cells = (*own, *self.peers.values())
         return "`, `".join(dict.fromkeys(name for cell in cells for name in cell["files"]))
 
     @property
