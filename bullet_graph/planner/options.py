@@ -80,18 +80,17 @@ class Backlog:
     """The prompt tokens of a load, and its next chunk; with a chunk under way, those of that chunk alone."""
 
     def __init__(self, load: Load, predictor: Predictor) -> None:
-        self._load = load
-        self._predictor = predictor
+        self._load, self._predictor = load, predictor
         if load.chunk is not None:
             self.tokens, self.layers_left = load.chunk.tokens, load.chunk.layers_left
             return
-        self._ends: list[int] = []
+        self.ends: list[int] = []  # for each prompt, the tokens up to its last
         self._pairs: list[float] = []
         tokens, pairs = 0, 0.0
         for prompt in load.prompts:
             tokens += prompt.tokens_left
             pairs += attention_pairs(prompt.tokens_left, prompt.tokens_cached)
-            self._ends.append(tokens)
+            self.ends.append(tokens)
             self._pairs.append(pairs)
         self.tokens, self.layers_left = tokens, predictor.model.num_layers
 
@@ -99,8 +98,8 @@ class Backlog:
         """(query, key) pairs of a chunk of the first ``tokens`` tokens, at most all of them."""
         if self._load.chunk is not None:
             return self._load.chunk.attention_pairs
-        i = bisect_left(self._ends, tokens)
-        before, pairs = (self._ends[i - 1], self._pairs[i - 1]) if i else (0, 0.0)
+        i = bisect_left(self.ends, tokens)
+        before, pairs = (self.ends[i - 1], self._pairs[i - 1]) if i else (0, 0.0)
         return pairs + attention_pairs(tokens - before, self._load.prompts[i].tokens_cached)
 
     def chunk_rows(self, size: int) -> int:
@@ -121,17 +120,14 @@ class Options:
     """
 
     def __init__(self, load: Load, decode: DecodeLoad, backlog: Backlog, predictor: Predictor) -> None:
-        self._load = load
-        self._predictor = predictor
-        self._model = predictor.model
-        self._corrections = predictor.corrections
+        self._load, self._predictor = load, predictor
+        self._model, self._corrections = predictor.model, predictor.corrections
         self._batch = decode.batch_size, decode.kv_tokens
         self._step = self._model.decode(*self._batch)
         self._decode_ms = self._step.ms * self._corrections.of("solo", "step", decode.batch_size)
-        self.backlog = backlog
-        self.batch_size = decode.batch_size
+        self.backlog, self.batch_size = backlog, decode.batch_size
         self.budget_ms = min(decode.budget_ms, TUNING.budget_cap * decode.target_ms)
-        self._burst_ms = min(decode.slack_ms, TUNING.burst_targets * decode.target_ms)
+        self._slack_ms, self._burst_ms = decode.slack_ms, TUNING.burst_targets * decode.target_ms
         self.infeasible = self._decode_ms > max(decode.budget_ms, decode.target_ms)
         self.limit_ms = math.inf if self.infeasible else self.budget_ms
 
@@ -180,8 +176,8 @@ class Options:
     def mixed_sizes(self) -> list[Option]:
         """Mixed forwards to weigh: all rows, half of them, and so on; with a limit, the largest within it, and bursts.
 
-        Parts of the prompt rows fill tiles, together with the rows that decode.
-        A burst exceeds the limit once, within the slack of every sequence, and costs no more per prompt token.
+        Parts of the prompt rows fill tiles, together with the rows that decode. A burst exceeds the limit within the
+        slack of every sequence: one that costs no more per prompt token, or as many as serve all late prompts.
         """
         most = min(self._predictor.max_chunk_tokens, self.backlog.tokens)
         halvings = range(1, (most // TUNING.least_chunk_tokens).bit_length())
@@ -190,24 +186,37 @@ class Options:
         sizes = [most, *(tokens for tokens in filling if tokens > 0)]
         if self.limit_ms == math.inf:
             return [self.mixed(tokens) for tokens in sizes]
-        steady = self.largest_mixed() or self.mixed(TUNING.floor_tokens)
-        cost_ms = self._added_ms_per_token(steady)
-        larger = (self.mixed(tokens) for tokens in reversed(sizes) if tokens > steady.chunk_tokens)
-        bursts = takewhile(lambda option: option.interval_ms <= self._burst_ms, larger)
-        return [steady, *(replace(o, holds_tpot=True) for o in bursts if self._added_ms_per_token(o) <= cost_ms)]
+        longest_ms = min(self._slack_ms, self._burst_ms)
+        larger = (self.mixed(tokens) for tokens in reversed(sizes) if tokens > self.steady.chunk_tokens)
+        bursts = takewhile(lambda option: option.interval_ms <= longest_ms, larger)
+        return [self.steady, *(replace(option, holds_tpot=True) for option in bursts if self._is_worth(option))]
 
-    def _added_ms_per_token(self, mixed: Option) -> float:
-        return (mixed.interval_ms - self._decode_ms) / mixed.chunk_tokens
+    @cached_property
+    def late_tokens(self) -> int:
+        """Prompt tokens up to the last prompt that the largest forwards within the limit may serve late; or 0."""
+        if self._load.chunk is not None or self.limit_ms == math.inf:
+            return 0
+        ms_per_token = TUNING.late_margin * self.steady.interval_ms / self.steady.chunk_tokens
+        left_ms = ((prompt.deadline_s - self._load.now_s) * 1e3 for prompt in self._load.prompts)
+        ends = zip(self.backlog.ends, left_ms, strict=True)
+        return max((end for end, left in ends if 0 < left < end * ms_per_token), default=0)
 
-    def largest_mixed(self) -> Option | None:
-        """The mixed forward with the most prompt rows within the limit; None if not even the fewest fit."""
+    def _is_worth(self, burst: Option) -> bool:
+        added_ms, steady_ms = (option.interval_ms - self._decode_ms for option in (burst, self.steady))
+        forwards = -(-self.late_tokens // burst.chunk_tokens)
+        serves_late = 0 < forwards * added_ms <= self._slack_ms - self._decode_ms
+        return serves_late or added_ms / burst.chunk_tokens <= steady_ms / self.steady.chunk_tokens
+
+    @cached_property
+    def steady(self) -> Option:
+        """The mixed forward with the most prompt rows within the limit; one of few rows if none is."""
         row_step = TUNING.row_step
         option = self.mixed(self._predictor.max_chunk_tokens)
         if option.interval_ms <= self.limit_ms:
             return option
         steps = range(1, -(-option.chunk_tokens // row_step))
         fits = bisect_right(steps, self.limit_ms, key=lambda step: self._mixed_ms(step * row_step)[0])
-        return self.mixed(fits * row_step) if fits else None
+        return self.mixed(fits * row_step or TUNING.floor_tokens)
 
     def paced(self, steps: int) -> Option:
         """The mixed forward with which the prompts last for ``steps`` decode steps, or as long as is worth their time.

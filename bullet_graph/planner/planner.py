@@ -71,9 +71,7 @@ class Planner:
             )
             rows = self.predictor.whole_chunk
             self._mean_tokens, self._mean_ms = float(rows), model.prefill(rows, rows * rows / 2).ms
-        self._now_s = 0.0
-        self._paused = False
-        self._paused_s = 0.0
+        self._now_s, self._paused, self._paused_s = 0.0, False, 0.0
 
     @property
     def prefill_ms_per_token(self) -> float:
@@ -178,12 +176,15 @@ class Planner:
         if unlimited:
             first = options.prefill_only()
             weighed.append(first)
-            if max(map(self._throughput, beside)) < TUNING.beside_gain * first.throughput:
+            if max(map(self._gain, beside)) < TUNING.beside_gain * first.throughput:
                 return self._follow(first, options, load, "throughput", weighed)
         holding = [option for option in beside if option.holds_tpot or options.infeasible]
         bound: Bound = "throughput" if options.limit_ms == math.inf else "tpot"
         if holding:
-            option = max(holding, key=self._throughput)
+            # Where a prompt may be late, prompts alone count.
+            late = options.late_tokens > 0
+            option = max(holding, key=lambda option: self._gain(option, of_prompts=late))
+            bound = "ttft" if late else bound
         elif self._paused_s < TUNING.pause_patience_s:
             # The prompts can wait for decode to catch up; no pause lasts for ever.
             option = pause
@@ -191,9 +192,10 @@ class Planner:
             option, bound = min(beside, key=attrgetter("interval_ms")), "ttft"
         return self._follow(option, options, load, bound, weighed)
 
-    def _throughput(self, option: Option) -> float:
-        """Normalized throughput, discounted on the prefill lane."""
-        return option.throughput * (TUNING.lane_share if option.slice_layers else 1.0)
+    def _gain(self, option: Option, *, of_prompts: bool = False) -> float:
+        """Normalized throughput, or prefill rate; discounted on the prefill lane."""
+        gain = option.prefill_tokens_per_s if of_prompts else option.throughput
+        return gain * (TUNING.lane_share if option.slice_layers else 1.0)
 
     def _follow(
         self, option: Option, options: Options, load: Load, bound: Bound, weighed: Sequence[Option] = ()

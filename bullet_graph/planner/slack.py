@@ -122,8 +122,7 @@ def rank_prompts(prompts: Sequence[PromptLoad], now_s: float, ms_per_token: floa
     With deadlines, each prompt has three: its own, a second one, and a last one. The second counts once a prompt cannot
     meet its own. As many prompts as possible that meet one of these two are kept, earliest deadline first. (Moore and
     Hodgson: whenever one would be late, the longest so far is given up.) All others are late, and are served by their
-    last deadlines. They get the smallest share of the time that meets these, at most ``late_share``. The kept get the
-    rest.
+    last deadlines, in the smallest share of the time that meets these, at most ``late_share``.
 
     ``ms_per_token`` is prefill time per token, at the rate at which prompts are really served.
     """

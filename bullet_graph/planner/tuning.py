@@ -32,15 +32,14 @@ class PlannerTuning:
     budget_cap: float = 1.15
     # A burst lasts at most this many times the tightest TPOT target; with 2, half of its gain is lost (bench/LOG.md).
     burst_targets: float = 3.0
+    late_margin: float = 1.3  # a prompt may be late if this many times the prefill up to it ends after its deadline
     # Prefill may pause this long in favour of TPOT targets, then for every second tick at most.
     pause_patience_s: float = 1.0
     # Worth of a chunk on the prefill lane relative to rows of a mixed step. Its prompts wait for the chunk's end and
-    # then for a step or two before they decode. With rates predicted within 5 %, ``split`` served a third fewer code
-    # requests within 8 ms per token (bench/LOG.md).
+    # then for a step or two before they decode: ``split`` served a third fewer code requests within 8 ms per token.
     lane_share: float = 0.75
     # Without TPOT targets, prefill beside decode must bring this many times the throughput of the phases in turn.
-    # Prompts that are prefilled first let the batch grow, which makes later steps cheaper. Simulated, all at once:
-    # conv 24.0 → 22.6 s, code 23.7 → 23.1 s.
+    # Prompts that go first let the batch grow: simulated, all at once, conv 24.0 → 22.6 s, code 23.7 → 23.1 s.
     beside_gain: float = 1.03
     # Weight of one value in the moving averages of prefill rate and corrections.
     rate_weight: float = 0.1
