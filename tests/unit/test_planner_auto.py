@@ -180,13 +180,12 @@ class TestAuto:
         assert plan_with(1.01 * margin_ms) == plan_with(-1.0) == calm
         burst = max((o for o in late.options if o.policy == "mixed"), key=lambda o: o.prefill_tokens_per_s)
         assert (late.bound, chosen(late)) == ("ttft", burst)
-        assert burst.prefill_tokens_per_s > steady.prefill_tokens_per_s
-        assert burst.interval_ms > TUNING.budget_cap * 15.0
-        # As many as serve both prompts, with decode steps between them, must leave every sequence on target.
+        assert TUNING.budget_cap * 15.0 < burst.interval_ms <= TUNING.burst_targets * 15.0
+        # As many as serve both, if both may be late, with decode steps between them, must leave all on target.
         step_ms = late.options[0].interval_ms
         needed_ms = -(-3000 // burst.chunk_tokens) * (burst.interval_ms - step_ms) + step_ms
-        assert burst in plan_with(0.99 * margin_ms, 1.01 * needed_ms).options
-        assert burst not in plan_with(0.99 * margin_ms, 0.99 * needed_ms).options
+        assert burst in plan_with(0.6 * margin_ms, 1.01 * needed_ms).options
+        assert burst not in plan_with(0.6 * margin_ms, 0.99 * needed_ms).options
 
     def test_the_best_chunk_is_taken_not_the_largest(self) -> None:
         # Targets that nothing can hold limit no chunk.
@@ -314,6 +313,7 @@ def test_tpot_is_not_planned_over_target_where_an_option_holds_it(load: Load) ->
 
 
 @given(loads)
+@example(load_of(decoding(96, tpot=14.0), 2000, ttft_ms=50.0))
 def test_under_a_tpot_target_the_highest_throughput_that_holds_it_is_taken(load: Load) -> None:
     plan = planner().plan(load)
 
