@@ -186,26 +186,25 @@ class Options:
         sizes = [most, *(tokens for tokens in filling if tokens > 0)]
         if self.limit_ms == math.inf:
             return [self.mixed(tokens) for tokens in sizes]
-        longest_ms = min(self._slack_ms, self._burst_ms)
         larger = (self.mixed(tokens) for tokens in reversed(sizes) if tokens > self.steady.chunk_tokens)
-        bursts = takewhile(lambda option: option.interval_ms <= longest_ms, larger)
-        return [self.steady, *(replace(option, holds_tpot=True) for option in bursts if self._is_worth(option))]
+        bursts = takewhile(lambda option: option.interval_ms <= min(self._slack_ms, self._burst_ms), larger)
+        late = self.late_tokens(self.steady)
+        return [self.steady, *(replace(o, holds_tpot=True) for o in bursts if self._is_worth(o, late))]
 
-    @cached_property
-    def late_tokens(self) -> int:
-        """Prompt tokens up to the last prompt that the largest forwards within the limit may serve late; or 0."""
+    def _is_worth(self, burst: Option, late_tokens: int) -> bool:
+        added_ms, steady_ms = (option.interval_ms - self._decode_ms for option in (burst, self.steady))
+        forwards = -(-late_tokens // burst.chunk_tokens)
+        serves_late = 0 < forwards * added_ms <= self._slack_ms - self._decode_ms
+        return serves_late or added_ms / burst.chunk_tokens <= steady_ms / self.steady.chunk_tokens
+
+    def late_tokens(self, option: Option) -> int:
+        """Prompt tokens up to the last prompt that may be late at this option's prefill rate; 0 if none may be."""
         if self._load.chunk is not None or self.limit_ms == math.inf:
             return 0
-        ms_per_token = TUNING.late_margin * self.steady.interval_ms / self.steady.chunk_tokens
+        ms_per_token = TUNING.late_margin * 1e3 / option.prefill_tokens_per_s
         left_ms = ((prompt.deadline_s - self._load.now_s) * 1e3 for prompt in self._load.prompts)
         ends = zip(self.backlog.ends, left_ms, strict=True)
         return max((end for end, left in ends if 0 < left < end * ms_per_token), default=0)
-
-    def _is_worth(self, burst: Option) -> bool:
-        added_ms, steady_ms = (option.interval_ms - self._decode_ms for option in (burst, self.steady))
-        forwards = -(-self.late_tokens // burst.chunk_tokens)
-        serves_late = 0 < forwards * added_ms <= self._slack_ms - self._decode_ms
-        return serves_late or added_ms / burst.chunk_tokens <= steady_ms / self.steady.chunk_tokens
 
     @cached_property
     def steady(self) -> Option:

@@ -168,7 +168,6 @@ class Planner:
             # While the next prompt can be on time, it does not wait for decode.
             first = options.prefill_only()
             return self._follow(first, options, load, "ttft", [pause, first])
-        # A chunk on the prefill lane stays there.
         beside = options.mixed_sizes() if load.chunk is None else []
         if self.policy.name == "auto" and (load.chunk is not None or not self.predictor.lane_waits_for_host):
             beside += self._splits(options)
@@ -176,15 +175,18 @@ class Planner:
         if unlimited:
             first = options.prefill_only()
             weighed.append(first)
-            if max(map(self._gain, beside)) < TUNING.beside_gain * first.throughput:
+            if max(map(self._throughput, beside)) < TUNING.beside_gain * first.throughput:
                 return self._follow(first, options, load, "throughput", weighed)
         holding = [option for option in beside if option.holds_tpot or options.infeasible]
         bound: Bound = "throughput" if options.limit_ms == math.inf else "tpot"
         if holding:
-            # Where a prompt may be late, prompts alone count.
-            late = options.late_tokens > 0
-            option = max(holding, key=lambda option: self._gain(option, of_prompts=late))
-            bound = "ttft" if late else bound
+            option = max(holding, key=self._throughput)
+            if options.late_tokens(option):
+                # The least prefill rate that serves all in time, if that costs little throughput.
+                least = TUNING.late_throughput * self._throughput(option)
+                enough = [o for o in holding if self._throughput(o) >= least and not options.late_tokens(o)]
+                if enough:
+                    option, bound = min(enough, key=attrgetter("prefill_tokens_per_s")), "ttft"
         elif self._paused_s < TUNING.pause_patience_s:
             # The prompts can wait for decode to catch up; no pause lasts for ever.
             option = pause
@@ -192,10 +194,9 @@ class Planner:
             option, bound = min(beside, key=attrgetter("interval_ms")), "ttft"
         return self._follow(option, options, load, bound, weighed)
 
-    def _gain(self, option: Option, *, of_prompts: bool = False) -> float:
-        """Normalized throughput, or prefill rate; discounted on the prefill lane."""
-        gain = option.prefill_tokens_per_s if of_prompts else option.throughput
-        return gain * (TUNING.lane_share if option.slice_layers else 1.0)
+    def _throughput(self, option: Option) -> float:
+        """Normalized throughput, discounted on the prefill lane."""
+        return option.throughput * (TUNING.lane_share if option.slice_layers else 1.0)
 
     def _follow(
         self, option: Option, options: Options, load: Load, bound: Bound, weighed: Sequence[Option] = ()

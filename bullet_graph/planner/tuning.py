@@ -14,8 +14,7 @@ class PlannerTuning:
     row_step: int = 16
     # The queue is halved down to this many prompt rows: with fewer, reading the weights takes all the time.
     least_chunk_tokens: int = 256
-    # Most rows of a forward where no table says how long it takes: with 64 of them decode rows, an 8B model on an H200
-    # needs 17 ms.
+    # Most rows of a forward where no table says how long it takes: on an H200, an 8B model needs 17 ms.
     fixed_chunk_tokens: int = 512
     # A burst, or a forward without a time limit, has a multiple of this many rows, unless it takes all prompt rows. On
     # two H200s, 256, 384, 512, 640 and 768 rows of Llama-3.1-70B in FP8 take 26, 35, 42, 51 and 58 ms.
@@ -33,6 +32,7 @@ class PlannerTuning:
     # A burst lasts at most this many times the tightest TPOT target; with 2, half of its gain is lost (bench/LOG.md).
     burst_targets: float = 3.0
     late_margin: float = 1.3  # a prompt may be late if this many times the prefill up to it ends after its deadline
+    late_throughput: float = 0.95  # least share of the highest throughput at which prompts are hurried
     # Prefill may pause this long in favour of TPOT targets, then for every second tick at most.
     pause_patience_s: float = 1.0
     # Worth of a chunk on the prefill lane relative to rows of a mixed step. Its prompts wait for the chunk's end and

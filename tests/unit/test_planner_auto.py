@@ -167,25 +167,28 @@ class TestAuto:
         # Rows of a dense model cost much the same in any chunk.
         assert [o.policy for o in plan_with(math.inf, model()).options] == ["solo", "mixed"]
 
-    def test_prompts_that_may_be_late_get_the_highest_prefill_rate_within_the_slack(self) -> None:
-        def plan_with(ttft_ms: float, slack: float = 400.0) -> Plan:
-            return planner().plan(load_of(decoding(16, tpot=15.0, slack=slack), 2000, 1000, ttft_ms=ttft_ms))
+    def test_prompts_that_may_be_late_get_the_prefill_rate_that_they_need(self) -> None:
+        calm = planner().plan(load_of(decoding(2, tpot=12.0, slack=400.0), 2000, 1000))
+        calm_ms = 3000 / chosen(calm).prefill_tokens_per_s * 1e3
 
-        calm = plan_with(math.inf)
-        steady = next(o for o in calm.options if o.policy == "mixed")
-        assert (calm.bound, [o.policy for o in calm.options].count("mixed")) == ("tpot", 1)
-        margin_ms = TUNING.late_margin * 3000 / steady.prefill_tokens_per_s * 1e3
-        late = plan_with(0.99 * margin_ms)
-        # Other prompts may come first, so it is not left at the last moment; one that is late in any case hurries none.
-        assert plan_with(1.01 * margin_ms) == plan_with(-1.0) == calm
-        burst = max((o for o in late.options if o.policy == "mixed"), key=lambda o: o.prefill_tokens_per_s)
-        assert (late.bound, chosen(late)) == ("ttft", burst)
-        assert TUNING.budget_cap * 15.0 < burst.interval_ms <= TUNING.burst_targets * 15.0
-        # As many as serve both, if both may be late, with decode steps between them, must leave all on target.
-        step_ms = late.options[0].interval_ms
+        def plan_with(share: float, slack: float = 400.0, rows: int = 2) -> Plan:
+            ttft_ms = share * TUNING.late_margin * calm_ms
+            return planner().plan(load_of(decoding(rows, tpot=12.0, slack=slack), 2000, 1000, ttft_ms=ttft_ms))
+
+        # Other prompts may come first, so it is not left at the last moment. One that is late in any case hurries none.
+        assert plan_with(1.01) == plan_with(0.0) == calm
+        enough, more, in_vain = map(plan_with, (0.99, 0.9, 0.8))
+        rates = [chosen(plan).prefill_tokens_per_s for plan in (calm, enough, more)]
+        assert (enough.bound, more.bound, sorted(set(rates))) == ("ttft", "ttft", rates)
+        assert (in_vain.bound, chosen(in_vain)) == ("tpot", chosen(calm))
+        # As many as serve both, with decode steps between them, must leave all on target.
+        burst, step_ms = chosen(more), more.options[0].interval_ms
+        assert TUNING.budget_cap * 12.0 < burst.interval_ms <= TUNING.burst_targets * 12.0
         needed_ms = -(-3000 // burst.chunk_tokens) * (burst.interval_ms - step_ms) + step_ms
-        assert burst in plan_with(0.6 * margin_ms, 1.01 * needed_ms).options
-        assert burst not in plan_with(0.6 * margin_ms, 0.99 * needed_ms).options
+        assert burst in plan_with(0.6, 1.01 * needed_ms).options
+        assert burst not in plan_with(0.6, 0.99 * needed_ms).options
+        # Where it costs more than 5 % of the throughput, no prompt is hurried.
+        assert plan_with(0.9, rows=8).bound == "tpot"
 
     def test_the_best_chunk_is_taken_not_the_largest(self) -> None:
         # Targets that nothing can hold limit no chunk.
@@ -220,7 +223,7 @@ class TestAuto:
     ) -> None:
         plan = planner().plan(load_of(decoding(64, tpot=tpot), *[2000] * 8, ttft_ms=ttft_ms))
         go_first = (ttft_ms, tpot) == (200.0, math.inf)
-        assert (plan.decode, plan.bound == "ttft") == (not go_first, ttft_ms == 200.0)
+        assert (plan.decode, plan.bound == "ttft") == (not go_first, go_first)
         if go_first:
             pairs = plan.chunk_tokens // 2000 * attention_pairs(2000) + attention_pairs(plan.chunk_tokens % 2000)
             assert plan.decode_ms == pytest.approx(model().prefill(plan.chunk_tokens, pairs).ms)
@@ -268,7 +271,6 @@ def test_plans_are_consistent(policy: str, load: Load) -> None:
     if policy.startswith(("serial", "mixed")):
         load = dataclasses.replace(load, chunk=None)
     plan = planner(policy).plan(load)
-    waits = bool(load.prompts)
     assert plan.chunk_tokens <= max(sum(p.tokens_left for p in load.prompts), 0)
     if load.chunk is not None:
         assert (plan.prefill_lane, plan.chunk_tokens) == ("prefill", 0)
@@ -287,13 +289,12 @@ def test_plans_are_consistent(policy: str, load: Load) -> None:
         assert 0 < plan.chunk_tokens <= MAX_CHUNK - load.decode.batch_size
     assert (plan.slice_ms is not None) == (plan.slice_layers > 0)
     prompts_first = policy == "auto" and load.chunk is None and load.decode and load.decode.budget_ms == math.inf
-    if load.decode is None or (policy.startswith("serial") and waits):
+    if load.decode is None or (policy.startswith("serial") and load.prompts):
         assert not plan.decode
     elif not plan.decode:
         assert prompts_first
         assert (plan.policy, plan.prefill_lane, plan.slice_layers, plan.chunk_tokens > 0) == ("solo", "decode", 0, True)
-    if plan.decode:
-        assert plan.decode_ms > 0
+    assert not plan.decode or plan.decode_ms > 0
 
 
 @given(loads)
@@ -313,14 +314,13 @@ def test_tpot_is_not_planned_over_target_where_an_option_holds_it(load: Load) ->
 
 
 @given(loads)
-@example(load_of(decoding(96, tpot=14.0), 2000, ttft_ms=50.0))
 def test_under_a_tpot_target_the_highest_throughput_that_holds_it_is_taken(load: Load) -> None:
     plan = planner().plan(load)
 
     def worth(option: Option) -> float:
-        rate = option.prefill_tokens_per_s if plan.bound == "ttft" else option.throughput
-        return rate * (TUNING.lane_share if option.slice_layers else 1.0)
+        return option.throughput * (TUNING.lane_share if option.slice_layers else 1.0)
 
     holding = [option for option in plan.options if option.holds_tpot and option.prefill_tokens_per_s]
     if plan.bound in ("tpot", "ttft") and plan.decode and holding:
-        assert worth(chosen(plan)) == max(map(worth, holding))
+        least = TUNING.late_throughput if plan.bound == "ttft" else 1.0
+        assert worth(chosen(plan)) >= least * max(map(worth, holding))
