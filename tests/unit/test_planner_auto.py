@@ -103,7 +103,7 @@ class TestAuto:
     def test_targets_that_nothing_holds_count_for_nothing(self) -> None:
         plan = planner().plan(load_of(decoding(64, tpot=4.0), 8192))
         free = planner().plan(load_of(decoding(64), 8192))
-        hurried = planner().plan(load_of(decoding(64, tpot=4.0), 8192, ttft_ms=50.0))
+        hurried = planner().plan(load_of(decoding(64, tpot=4.0), 8192, ttft_ms=280.0))
         assert plan.bound == hurried.bound == "throughput"
         assert dataclasses.replace(plan, options=free.options, decode_ms=free.decode_ms) == free
         assert not any(o.holds_tpot for o in plan.options)
@@ -183,7 +183,7 @@ class TestAuto:
         assert (in_vain.bound, chosen(in_vain)) == ("tpot", chosen(calm))
         # As many as serve both, with decode steps between them, must leave all on target.
         burst, step_ms = chosen(more), more.options[0].interval_ms
-        assert TUNING.budget_cap * 12.0 < burst.interval_ms <= TUNING.burst_targets * 12.0
+        assert TUNING.budget_cap < max(o.interval_ms for o in more.options) / 12.0 <= TUNING.burst_targets
         needed_ms = -(-3000 // burst.chunk_tokens) * (burst.interval_ms - step_ms) + step_ms
         assert burst in plan_with(0.6, 1.01 * needed_ms).options
         assert burst not in plan_with(0.6, 0.99 * needed_ms).options
