@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import median
+from statistics import median, mode
 from typing import Any
 
 import click
@@ -399,7 +399,7 @@ def draw(sources: Sequence[Source]) -> dict[str, bytes]:
     searches = [task for task in tasks_of(sources) if task.is_search and CLAIMED in task.own]
     return {
         "goodput.svg": _draw_goodput(searches),
-        "on_time.svg": _draw_on_time([task for task in searches if task.model == searches[0].model]),
+        "on_time.svg": _draw_on_time([task for task in searches if task.model == mode(one.model for one in searches)]),
         splitting.PLOT: _save(splitting.draw_splitting()),
     }
 
@@ -435,18 +435,18 @@ def _draw_goodput(searches: Sequence[Task]) -> bytes:
 
 
 def _draw_on_time(searches: Sequence[Task]) -> bytes:
-    figure = Figure(figsize=(11, 2.8), layout="constrained")
-    panels = figure.subplots(1, max(1, len(searches)), squeeze=False, sharey=True)[0]
-    for panel, task in zip(panels, searches, strict=False):
-        for cells, colour in ((task.peers, PEER_COLOUR), (task.own, OWN_COLOUR)):
-            for cell in cells.values():
+    rows = max(1, math.ceil(len(searches) / 4))
+    figure = Figure(figsize=(15, 3 * rows), layout="constrained")
+    for place, task in enumerate(searches, 1):
+        panel = figure.add_subplot(rows, 4, place, ylim=(0, 1.05), title=task.short)
+        for one in (*task.older, task):
+            own = [(one.own[CLAIMED], OWN_COLOUR)] if CLAIMED in one.own else []
+            for cell, colour in (*own, *((cell, PEER_COLOUR) for cell in one.peers.values())):
                 points = sorted((run["request_rate"], run["slo_attainment"]) for run in cell["runs"])
                 panel.plot(*zip(*points, strict=True), "o-", color=colour, markersize=3, linewidth=1)
         for share in SHARES:
             panel.axhline(share, color="#555555", linewidth=0.8, linestyle=":")
-        panel.set_title(f"{task.model}\n{task.short}", fontsize=8)
-        panel.set(ylim=(0, 1.05), xlabel="requests per second")
-    panels[0].set_ylabel("share on time (blue: here, red: the peer)", fontsize=8)
+    figure.supxlabel("requests/s; up: share on time (blue: here, red: the peer); lines: runs of one card")
     return _save(figure)
 
 
