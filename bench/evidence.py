@@ -102,15 +102,13 @@ class Searched:
 
     @property
     def text(self) -> str:
-        """The goodput, with ``≥`` where the search ended before it was exact."""
-        text = goodput_text(self.goodput, self.tolerance, ".3g")
-        return "none" if self.goodput.rate is None else f"{text}/s"
+        """The goodput, with ``≥`` where the search ended before it was exact, ``<`` where no rate was served."""
+        return f"{goodput_text(self.goodput, self.tolerance, '.3g')}/s"
 
     @property
     def best_run(self) -> Run | None:
         """The fastest run up to the goodput."""
-        run = fastest_run(self.cell["runs"], self.goodput.rate)
-        return None if run is None else dict(run)
+        return dict(run) if (run := fastest_run(self.cell["runs"], self.goodput.rate)) else None
 
     @property
     def tail(self) -> str:

@@ -64,14 +64,17 @@ class Row:
 
 def goodput_rows(task: Task) -> Iterator[Row]:
     """Goodputs beside the best peer setting's, by the newest search that bounds them, else rates, else single runs."""
-    found = [(one.source.fields["settings"], one) for one in (task, *task.older) if CLAIMED in one.own]
-    tried = sorted(found, key=lambda each: (each[0].get("max_runs") == 1, bool(each[0].get("rates"))))
     first = None
     for share in SHARES:
-        if row := next(filter(None, (_goodput_row(each, share) for _, each in tried)), None):
+        if row := next(filter(None, (_goodput_row(one, share) for one in _best_first(task))), None):
             files = "…" if first and first.file == row.file else row.file
             yield replace(row, what=f"… {100 * share:.0f} %", file=files) if first else row
             first = first or row
+
+
+def _best_first(task: Task) -> list[Task]:
+    own = [one for one in (task, *task.older) if CLAIMED in one.own]
+    return sorted(own, key=lambda it: ((s := it.source.fields["settings"]).get("max_runs") == 1, bool(s.get("rates"))))
 
 
 def _goodput_row(task: Task, share: float) -> Row | None:
@@ -416,19 +419,19 @@ def _draw_goodput(searches: Sequence[Task]) -> bytes:
     figure = Figure(figsize=(13, 0.9 + 0.45 * len(searches)), layout="constrained")
     axes, tails = figure.subplots(1, 2, sharey=True)
     for index, task in enumerate(searches):
-        own, peers = task.searched()
+        own, peers = next((one for one in _best_first(task) if _goodput_row(one, min(SHARES))), task).searched()
         sides = own, max(peers, key=lambda one: one.goodput.rate or 0.0)
-        highest = max(one.goodput.rate or 1e-9 for one in sides)
-        for offset, one, colour in zip((-0.2, 0.2), sides, (OWN_COLOUR, PEER_COLOUR), strict=True):
-            share, tail_ms = (one.goodput.rate or 0.0) / highest, (one.best_run or {}).get("p99_ttft_ms")
-            axes.barh(index + offset, share, 0.38, color=colour)
+        rates = [one.goodput.rate or one.goodput.below or 1e-9 for one in sides]
+        for offset, one, rate, colour in zip((-0.2, 0.2), sides, rates, (OWN_COLOUR, PEER_COLOUR), strict=True):
+            share, tail_ms = rate / max(rates), (one.best_run or {}).get("p99_ttft_ms")
+            axes.barh(index + offset, share, 0.38, color=colour, edgecolor=colour, fill=one.goodput.rate is not None)
             axes.text(share, index + offset, f" {one.text}", va="center", fontsize=8)
             if tail_ms is not None:
                 tails.barh(index + offset, tail_ms, 0.38, color=colour)
                 tails.text(tail_ms, index + offset, f" {tail_ms:,.0f}", va="center", fontsize=8)
     axes.set_yticks(range(len(searches)), [f"{task.model}, {task.short}" for task in searches], fontsize=8)
     axes.invert_yaxis()
-    axes.set(xlim=(0, 1.25), xlabel="goodput ÷ the higher one (blue: here, red: the peer's best setting)")
+    axes.set(xlim=(0, 1.25), xlabel="goodput ÷ the higher one (blue: here, red: the peer's best setting, hollow: less)")
     tails.set(xscale="log", xlabel="p99 TTFT at that rate, ms")
     tails.margins(x=0.2)
     return _save(figure)
@@ -444,8 +447,7 @@ def _draw_on_time(searches: Sequence[Task]) -> bytes:
             for cell, colour in (*own, *((cell, PEER_COLOUR) for cell in one.peers.values())):
                 points = sorted((run["request_rate"], run["slo_attainment"]) for run in cell["runs"])
                 panel.plot(*zip(*points, strict=True), "o-", color=colour, markersize=3, linewidth=1)
-        for share in SHARES:
-            panel.axhline(share, color="#555555", linewidth=0.8, linestyle=":")
+        panel.hlines(SHARES, 0, 1, "#555555", "dotted", linewidth=0.8, transform=panel.get_yaxis_transform())
     figure.supxlabel("requests/s; up: share on time (blue: here, red: the peer); lines: runs of one card")
     return _save(figure)
 
