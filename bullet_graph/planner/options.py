@@ -177,7 +177,7 @@ class Options:
         """Mixed forwards to weigh: all rows, half of them, and so on; with a limit, the largest within it, and bursts.
 
         Parts of the prompt rows fill tiles, together with the rows that decode. A burst exceeds the limit within the
-        slack of every sequence: one that costs no more per prompt token, or as many as serve all late prompts.
+        slack of every sequence: one that costs no more per prompt token, or as many as serve all urgent prompts.
         """
         most = min(self._predictor.max_chunk_tokens, self.backlog.tokens)
         halvings = range(1, (most // TUNING.least_chunk_tokens).bit_length())
@@ -188,20 +188,20 @@ class Options:
             return [self.mixed(tokens) for tokens in sizes]
         larger = (self.mixed(tokens) for tokens in reversed(sizes) if tokens > self.steady.chunk_tokens)
         bursts = takewhile(lambda option: option.interval_ms <= min(self._slack_ms, self._burst_ms), larger)
-        late = self.late_tokens(self.steady)
-        return [self.steady, *(replace(o, holds_tpot=True) for o in bursts if self._is_worth(o, late))]
+        urgent = self.urgent_tokens(self.steady)
+        return [self.steady, *(replace(o, holds_tpot=True) for o in bursts if self._is_worth(o, urgent))]
 
-    def _is_worth(self, burst: Option, late_tokens: int) -> bool:
+    def _is_worth(self, burst: Option, urgent_tokens: int) -> bool:
         added_ms, steady_ms = (option.interval_ms - self._decode_ms for option in (burst, self.steady))
-        forwards = -(-late_tokens // burst.chunk_tokens)
-        serves_late = 0 < forwards * added_ms <= self._slack_ms - self._decode_ms
-        return serves_late or added_ms / burst.chunk_tokens <= steady_ms / self.steady.chunk_tokens
+        forwards = -(-urgent_tokens // burst.chunk_tokens)
+        serves_urgent = 0 < forwards * added_ms <= self._slack_ms - self._decode_ms
+        return serves_urgent or added_ms / burst.chunk_tokens <= steady_ms / self.steady.chunk_tokens
 
-    def late_tokens(self, option: Option) -> int:
-        """Prompt tokens up to the last prompt that may be late at this option's prefill rate; 0 if none may be."""
+    def urgent_tokens(self, option: Option) -> int:
+        """Prompt tokens up to the last prompt that is urgent at this option's prefill rate; 0 if none is."""
         if self._load.chunk is not None or self.limit_ms == math.inf:
             return 0
-        ms_per_token = TUNING.late_margin * 1e3 / option.prefill_tokens_per_s
+        ms_per_token = TUNING.urgent_margin * 1e3 / option.prefill_tokens_per_s
         left_ms = ((prompt.deadline_s - self._load.now_s) * 1e3 for prompt in self._load.prompts)
         ends = zip(self.backlog.ends, left_ms, strict=True)
         return max((end for end, left in ends if 0 < left < end * ms_per_token), default=0)

@@ -181,10 +181,10 @@ class Planner:
         bound: Bound = "throughput" if options.limit_ms == math.inf else "tpot"
         if holding:
             option = max(holding, key=self._throughput)
-            if options.late_tokens(option):
-                # The least prefill rate that serves all in time, if that costs little throughput.
-                least = TUNING.late_throughput * self._throughput(option)
-                enough = [o for o in holding if self._throughput(o) >= least and not options.late_tokens(o)]
+            if options.urgent_tokens(option):
+                # The least prefill rate at which none is urgent, if that costs little throughput.
+                least = TUNING.urgent_throughput * self._throughput(option)
+                enough = [o for o in holding if self._throughput(o) >= least and not options.urgent_tokens(o)]
                 if enough:
                     option, bound = min(enough, key=attrgetter("prefill_tokens_per_s")), "ttft"
         elif self._paused_s < TUNING.pause_patience_s:

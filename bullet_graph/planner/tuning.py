@@ -14,7 +14,7 @@ class PlannerTuning:
     row_step: int = 16
     # The queue is halved down to this many prompt rows: with fewer, reading the weights takes all the time.
     least_chunk_tokens: int = 256
-    # Most rows of a forward where no table says how long it takes: on an H200, an 8B model needs 17 ms.
+    # Most rows of a forward without a table: with 64 of them decode rows, an 8B model on an H200 needs 17 ms.
     fixed_chunk_tokens: int = 512
     # A burst, or a forward without a time limit, has a multiple of this many rows, unless it takes all prompt rows. On
     # two H200s, 256, 384, 512, 640 and 768 rows of Llama-3.1-70B in FP8 take 26, 35, 42, 51 and 58 ms.
@@ -31,15 +31,15 @@ class PlannerTuning:
     budget_cap: float = 1.15
     # A burst lasts at most this many times the tightest TPOT target; with 2, half of its gain is lost (bench/LOG.md).
     burst_targets: float = 3.0
-    late_margin: float = 1.3  # a prompt may be late if this many times the prefill up to it ends after its deadline
-    late_throughput: float = 0.95  # least share of the highest throughput at which prompts are hurried
+    urgent_margin: float = 1.3  # a prompt is urgent if this many times the prefill up to it ends after its deadline
+    urgent_throughput: float = 0.95  # least share of the highest throughput, for the sake of urgent prompts
     # Prefill may pause this long in favour of TPOT targets, then for every second tick at most.
     pause_patience_s: float = 1.0
     # Worth of a chunk on the prefill lane relative to rows of a mixed step. Its prompts wait for the chunk's end and
-    # then for a step or two before they decode: ``split`` served a third fewer code requests within 8 ms per token.
+    # then for a step or two before they decode. At 1, a third fewer code requests met 8 ms per token (bench/LOG.md).
     lane_share: float = 0.75
     # Without TPOT targets, prefill beside decode must bring this many times the throughput of the phases in turn.
-    # Prompts that go first let the batch grow: simulated, all at once, conv 24.0 → 22.6 s, code 23.7 → 23.1 s.
+    # A batch that grows first has cheaper steps: simulated, all at once, conv 24.0 → 22.6 s, code 23.7 → 23.1 s.
     beside_gain: float = 1.03
     # Weight of one value in the moving averages of prefill rate and corrections.
     rate_weight: float = 0.1

@@ -167,12 +167,12 @@ class TestAuto:
         # Rows of a dense model cost much the same in any chunk.
         assert [o.policy for o in plan_with(math.inf, model()).options] == ["solo", "mixed"]
 
-    def test_prompts_that_may_be_late_get_the_prefill_rate_that_they_need(self) -> None:
+    def test_urgent_prompts_get_the_prefill_rate_that_they_need(self) -> None:
         calm = planner().plan(load_of(decoding(2, tpot=12.0, slack=400.0), 2000, 1000))
         calm_ms = 3000 / chosen(calm).prefill_tokens_per_s * 1e3
 
         def plan_with(share: float, slack: float = 400.0, rows: int = 2) -> Plan:
-            ttft_ms = share * TUNING.late_margin * calm_ms
+            ttft_ms = share * TUNING.urgent_margin * calm_ms
             return planner().plan(load_of(decoding(rows, tpot=12.0, slack=slack), 2000, 1000, ttft_ms=ttft_ms))
 
         # Other prompts may come first, so it is not left at the last moment. One that is late in any case hurries none.
@@ -322,5 +322,5 @@ def test_under_a_tpot_target_the_highest_throughput_that_holds_it_is_taken(load:
 
     holding = [option for option in plan.options if option.holds_tpot and option.prefill_tokens_per_s]
     if plan.bound in ("tpot", "ttft") and plan.decode and holding:
-        least = TUNING.late_throughput if plan.bound == "ttft" else 1.0
+        least = TUNING.urgent_throughput if plan.bound == "ttft" else 1.0
         assert worth(chosen(plan)) >= least * max(map(worth, holding))
