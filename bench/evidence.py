@@ -149,8 +149,7 @@ class Task:
     def file(self) -> str:
         """The files that a row rests on."""
         own = [self.own[CLAIMED]] if self.is_search and CLAIMED in self.own else self.own.values()
-        cells = (*own, *self.peers.values())
-        return "`, `".join(dict.fromkeys(name for cell in cells for name in cell["files"]))
+        return "`, `".join(dict.fromkeys(name for cell in (*own, *self.peers.values()) for name in cell["files"]))
 
     @property
     def peer(self) -> str:

@@ -74,7 +74,9 @@ def goodput_rows(task: Task) -> Iterator[Row]:
 
 def _best_first(task: Task) -> list[Task]:
     own = [one for one in (task, *task.older) if CLAIMED in one.own]
-    return sorted(own, key=lambda it: ((s := it.source.fields["settings"]).get("max_runs") == 1, bool(s.get("rates"))))
+    own.sort(key=lambda one: bool(one.source.fields["settings"].get("rates")))
+    own.sort(key=lambda one: one.source.fields["settings"].get("max_runs") == 1)
+    return own
 
 
 def _goodput_row(task: Task, share: float) -> Row | None:
@@ -420,7 +422,7 @@ def _draw_goodput(searches: Sequence[Task]) -> bytes:
     axes, tails = figure.subplots(1, 2, sharey=True)
     for index, task in enumerate(searches):
         own, peers = next((one for one in _best_first(task) if _goodput_row(one, min(SHARES))), task).searched()
-        sides = own, max(peers, key=lambda one: one.goodput.rate or 0.0)
+        sides = own, max(peers, key=lambda one: (one.goodput.rate or 0.0, one.goodput.below or 0.0))
         rates = [one.goodput.rate or one.goodput.below or 1e-9 for one in sides]
         for offset, one, rate, colour in zip((-0.2, 0.2), sides, rates, (OWN_COLOUR, PEER_COLOUR), strict=True):
             share, tail_ms = rate / max(rates), (one.best_run or {}).get("p99_ttft_ms")
@@ -442,9 +444,8 @@ def _draw_on_time(searches: Sequence[Task]) -> bytes:
     figure = Figure(figsize=(15, 3 * rows), layout="constrained")
     for place, task in enumerate(searches, 1):
         panel = figure.add_subplot(rows, 4, place, ylim=(0, 1.05), title=task.short)
-        for one in (*task.older, task):
-            own = [(one.own[CLAIMED], OWN_COLOUR)] if CLAIMED in one.own else []
-            for cell, colour in (*own, *((cell, PEER_COLOUR) for cell in one.peers.values())):
+        for one in _best_first(task):
+            for cell, colour in ((one.own[CLAIMED], OWN_COLOUR), *((peer, PEER_COLOUR) for peer in one.peers.values())):
                 points = sorted((run["request_rate"], run["slo_attainment"]) for run in cell["runs"])
                 panel.plot(*zip(*points, strict=True), "o-", color=colour, markersize=3, linewidth=1)
         panel.hlines(SHARES, 0, 1, "#555555", "dotted", linewidth=0.8, transform=panel.get_yaxis_transform())

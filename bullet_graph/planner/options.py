@@ -127,7 +127,7 @@ class Options:
         self._decode_ms = self._step.ms * self._corrections.of("solo", "step", decode.batch_size)
         self.backlog, self.batch_size = backlog, decode.batch_size
         self.budget_ms = min(decode.budget_ms, TUNING.budget_cap * decode.target_ms)
-        self._slack_ms, self._burst_ms = decode.slack_ms, TUNING.burst_targets * decode.target_ms
+        self._slack_ms, self._burst_ms = decode.slack_ms, min(decode.slack_ms, TUNING.burst_targets * decode.target_ms)
         self.infeasible = self._decode_ms > max(decode.budget_ms, decode.target_ms)
         self.limit_ms = math.inf if self.infeasible else self.budget_ms
 
@@ -176,8 +176,8 @@ class Options:
     def mixed_sizes(self) -> list[Option]:
         """Mixed forwards to weigh: all rows, half of them, and so on; with a limit, the largest within it, and bursts.
 
-        Parts of the prompt rows fill tiles, together with the rows that decode. A burst exceeds the limit within the
-        slack of every sequence: one that costs no more per prompt token, or as many as serve all urgent prompts.
+        Parts of the prompt rows fill tiles, together with the rows that decode. A burst exceeds the limit, within every
+        sequence's slack. It costs no more per prompt token, or the slack allows as many as serve all urgent prompts.
         """
         most = min(self._predictor.max_chunk_tokens, self.backlog.tokens)
         halvings = range(1, (most // TUNING.least_chunk_tokens).bit_length())
@@ -186,16 +186,16 @@ class Options:
         sizes = [most, *(tokens for tokens in filling if tokens > 0)]
         if self.limit_ms == math.inf:
             return [self.mixed(tokens) for tokens in sizes]
-        larger = (self.mixed(tokens) for tokens in reversed(sizes) if tokens > self.steady.chunk_tokens)
-        bursts = takewhile(lambda option: option.interval_ms <= min(self._slack_ms, self._burst_ms), larger)
-        urgent = self.urgent_tokens(self.steady)
-        return [self.steady, *(replace(o, holds_tpot=True) for o in bursts if self._is_worth(o, urgent))]
+        larger = (self.mixed(tokens) for tokens in reversed(sizes) if tokens > self._steady.chunk_tokens)
+        bursts = takewhile(lambda option: option.interval_ms <= self._burst_ms, larger)
+        urgent = self.urgent_tokens(self._steady)
+        return [self._steady, *(replace(o, holds_tpot=True) for o in bursts if self._is_worth(o, urgent))]
 
     def _is_worth(self, burst: Option, urgent_tokens: int) -> bool:
-        added_ms, steady_ms = (option.interval_ms - self._decode_ms for option in (burst, self.steady))
+        added_ms, steady_ms = (option.interval_ms - self._decode_ms for option in (burst, self._steady))
         forwards = -(-urgent_tokens // burst.chunk_tokens)
         serves_urgent = 0 < forwards * added_ms <= self._slack_ms - self._decode_ms
-        return serves_urgent or added_ms / burst.chunk_tokens <= steady_ms / self.steady.chunk_tokens
+        return serves_urgent or added_ms / burst.chunk_tokens <= steady_ms / self._steady.chunk_tokens
 
     def urgent_tokens(self, option: Option) -> int:
         """Prompt tokens up to the last prompt that is urgent at this option's prefill rate; 0 if none is."""
@@ -207,7 +207,7 @@ class Options:
         return max((end for end, left in ends if 0 < left < end * ms_per_token), default=0)
 
     @cached_property
-    def steady(self) -> Option:
+    def _steady(self) -> Option:
         """The mixed forward with the most prompt rows within the limit; one of few rows if none is."""
         row_step = TUNING.row_step
         option = self.mixed(self._predictor.max_chunk_tokens)

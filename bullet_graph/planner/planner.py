@@ -168,7 +168,7 @@ class Planner:
             # While the next prompt can be on time, it does not wait for decode.
             first = options.prefill_only()
             return self._follow(first, options, load, "ttft", [pause, first])
-        beside = options.mixed_sizes() if load.chunk is None else []
+        beside = options.mixed_sizes() if load.chunk is None else []  # a chunk on the prefill lane stays there
         if self.policy.name == "auto" and (load.chunk is not None or not self.predictor.lane_waits_for_host):
             beside += self._splits(options)
         weighed = [pause, *beside]

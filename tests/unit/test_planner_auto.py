@@ -169,10 +169,9 @@ class TestAuto:
 
     def test_urgent_prompts_get_the_prefill_rate_that_they_need(self) -> None:
         calm = planner().plan(load_of(decoding(2, tpot=12.0, slack=400.0), 2000, 1000))
-        calm_ms = 3000 / chosen(calm).prefill_tokens_per_s * 1e3
 
         def plan_with(share: float, slack: float = 400.0, rows: int = 2) -> Plan:
-            ttft_ms = share * TUNING.urgent_margin * calm_ms
+            ttft_ms = share * TUNING.urgent_margin * 3000 / chosen(calm).prefill_tokens_per_s * 1e3
             return planner().plan(load_of(decoding(rows, tpot=12.0, slack=slack), 2000, 1000, ttft_ms=ttft_ms))
 
         # Other prompts may come first, so it is not left at the last moment. One that is late in any case hurries none.
@@ -247,9 +246,7 @@ class TestAuto:
 decodes = st.one_of(
     st.none(),
     st.builds(
-        lambda batch, context, tpot, lead, slack: DecodeLoad(
-            batch, batch * context, tpot + lead, tpot + lead + slack, tpot
-        ),
+        lambda n, context, tpot, lead, slack: DecodeLoad(n, n * context, tpot + lead, tpot + lead + slack, tpot),
         st.integers(1, 256),
         st.integers(1, 3000),
         st.one_of(st.just(math.inf), st.floats(1.0, 100.0)),

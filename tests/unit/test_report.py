@@ -123,6 +123,9 @@ def test_which_runs_are_compared(results: Path, tmp_path: Path) -> None:
     assert f"| {sides} | ≥ 1.25× | {worse} (`one_run`) | – | `peers_conv`, `own_faster` |" in text
     assert f"lone, conv, 500/15 ms | ≥ 30/s, p99 TTFT 10 ms | < 30/s | > 1.00× | {worse} | – | `lone` |" in text
     assert "conv, burstiness 0.25, 500/15 ms | ≥ 5/s, p99 TTFT 10 ms | < 4/s | > 1.25× | – | – | `apart` |" in text
+    # The plot shows the same searches, and "<" where the peer served no rate.
+    chart = (tmp_path / "report" / "goodput.svg").read_text(encoding="utf-8")
+    assert [f"> {one}/s<" in chart for one in ("&lt; 4", "&lt; 30", "≥ 25", "≥ 20")] == [True, True, True, False]
 
 
 def test_a_measured_run_is_simulated_by_its_own_settings(tmp_path: Path) -> None:
