@@ -84,21 +84,17 @@ def dicts(value: object) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True, slots=True)
 class Searched:
-    """One system's search for a goodput; ``tolerance`` is relative. Older files have short runs: not ``sustained``."""
+    """One system's search for a goodput; ``tolerance`` is relative."""
 
     cell: dict[str, Any]
     goodput: Goodput
     tolerance: float
-    sustained: bool
 
     @classmethod
     def of(cls, cell: dict[str, Any], settings: dict[str, Any], share: float) -> "Searched":
         """From the runs of a cell, finished or not, of a file with these settings."""
-        runs = [(run["request_rate"], run["slo_attainment"], run.get("stable")) for run in cell["runs"]]
-        # Where a run does not tell whether it was stable, no rate between two is made up.
-        points = [RateRun(r, met, met >= share if stable is None else stable) for r, met, stable in runs]
-        sustained = all(run.get("sustained") for run in cell["runs"])
-        return cls(cell, Goodput.of(points, share), float(settings.get("tolerance") or 0), sustained)
+        points = [RateRun(run["request_rate"], run["slo_attainment"], run["stable"]) for run in cell["runs"]]
+        return cls(cell, Goodput.of(points, share), float(settings.get("tolerance") or 0))
 
     @property
     def text(self) -> str:
@@ -116,7 +112,7 @@ class Searched:
         if (run := self.best_run) is None:
             return ""
         at = f" at {run['request_rate']:.3g}/s" if run["request_rate"] < 0.99 * (self.goodput.rate or 0.0) else ""
-        return f", p99 TTFT {run['p99_ttft_ms']:,.0f} ms{at}"
+        return f", {run['p99_ttft_ms']:,.0f} ms{at}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,6 +167,11 @@ class Task:
         """Whether it is for goodputs, and not all at once."""
         return not self.source.fields["settings"].get("all_at_once")
 
+    @property
+    def ours(self) -> "list[Task]":
+        """This and the older ones in which this engine ran ``auto``."""
+        return [one for one in (self, *self.older) if CLAIMED in one.own]
+
     def searched(self, share: float = min(SHARES)) -> tuple[Searched, list[Searched]]:
         """This engine's search for the rate that serves a share, and the peers'."""
         settings = self.source.fields["settings"]
@@ -179,7 +180,7 @@ class Task:
 
 
 def tasks_of(sources: Sequence[Source]) -> list[Task]:
-    """What this engine and a peer were both measured at, a task for each peer; of the same searches, the newest."""
+    """What both were measured at, a task for each peer; of the same searches, the newest. Short runs do not count."""
     found: dict[tuple[object, ...], Task] = {}
     for source in sorted(filter(lambda one: one.is_comparison, sources), key=lambda one: one.date):
         for cell in source.fields["cells"]:
@@ -190,7 +191,7 @@ def tasks_of(sources: Sequence[Source]) -> list[Task]:
             task = found.setdefault(key, new)
             side = task.own if cell["system"].split()[0] == OWN else task.peers
             joined = side.setdefault(cell["system"], cell | {"runs": [], "files": []})
-            joined["runs"].extend(cell["runs"])
+            joined["runs"].extend(run for run in cell["runs"] if run.get("sustained") is not False)
             joined["files"].append(source.name)
     tasks: dict[tuple[object, ...], Task] = {}
     for both in found.values():

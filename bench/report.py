@@ -44,18 +44,17 @@ STARTS = {
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A headline figure; ``ratio`` is over the peer's, ``worse`` what is worse here, ``limit`` has the ratio to it."""
+    """A headline figure; ``peer`` is another's, or the least possible, ``ratio`` is over it, ``worse``: worse here."""
 
     what: str
     here: str
     peer: str = "–"
     ratio: str = "–"
     worse: str = "–"
-    limit: str = "–"
     file: str = ""
 
     def __str__(self) -> str:
-        cells = (self.what, self.here, self.peer, self.ratio, self.worse, self.limit, f"`{self.file}`")
+        cells = (self.what, self.here, self.peer, self.ratio, self.worse, f"`{self.file}`")
         return f"| {' | '.join(cells)} |".replace(".json`", "`")
 
 
@@ -63,37 +62,38 @@ class Row:
 
 
 def goodput_rows(task: Task) -> Iterator[Row]:
-    """Goodputs beside the best peer setting's, by the newest search that bounds them, else rates, else single runs."""
+    """Goodputs beside the best peer setting's."""
     first = None
     for share in SHARES:
-        if row := next(filter(None, (_goodput_row(one, share) for one in _best_first(task))), None):
-            files = "…" if first and first.file == row.file else row.file
-            yield replace(row, what=f"… {100 * share:.0f} %", file=files) if first else row
-            first = first or row
+        if found := _best_search(task, share):
+            first, before = found[0], first
+            file = "…" if before and before.file == first.file else first.file
+            yield replace(first, what=f"… {100 * share:.0f} %", file=file) if before else first
 
 
-def _best_first(task: Task) -> list[Task]:
-    own = [one for one in (task, *task.older) if CLAIMED in one.own]
-    own.sort(key=lambda one: bool(one.source.fields["settings"].get("rates")))
-    own.sort(key=lambda one: one.source.fields["settings"].get("max_runs") == 1)
-    return own
+def _best_search(task: Task, share: float) -> tuple[Row, Task] | None:
+    """The newest that bounds a ratio: a search, else rates, else single runs; else any that has both goodputs."""
+    rows = [(row, one, one.source.fields["settings"]) for one in task.ours if (row := _goodput_row(one, share))]
+    rows.sort(key=lambda each: (each[0].ratio == "–", each[2].get("max_runs") == 1, bool(each[2].get("rates"))))
+    return rows[0][:2] if rows else None
 
 
 def _goodput_row(task: Task, share: float) -> Row | None:
-    """None: no rate is too high for the peer, or this engine has no goodput, as after short runs."""
+    """None: a side has no goodput; without a ratio where no rate was too high for the peer."""
     own, peers = task.searched(share)
     best = max(peers, key=lambda one: one.goodput.rate or 0.0)
     here, there, ceiling = own.goodput.rate, best.goodput.rate, max(one.goodput.below or math.inf for one in peers)
-    if here is None or not own.sustained or ceiling == math.inf:
+    if here is None or (there is None and ceiling == math.inf):
         return None
-    ratio, shown = f"> {here / ceiling:.2f}×", f"< {ceiling:.3g}/s"
-    if there is not None:
-        ratio = f"{'≥ ' * own.text.startswith('≥')}{here / there:.2f}×"
-        shown = f"{there:.3g}/s"
+    if there is None:
+        ratio, shown = f"> {here / ceiling:.2f}×", f"< {ceiling:.3g}/s"
+    elif ceiling == math.inf:
+        ratio, shown = "–", best.text
+    else:
+        ratio, shown = f"{'≥ ' * own.text.startswith('≥')}{here / there:.2f}×", f"{there:.3g}/s"
         if (1 + best.tolerance) * there < ceiling:
             # The peer's goodput may be anywhere below its next rate, which served too few.
-            ratio = f"{here / ceiling:.2f} to {ratio}"
-            shown += f" (< {ceiling:.3g})"
+            ratio, shown = f"{here / ceiling:.2f} to {ratio}", f"{shown} (< {ceiling:.3g})"
     texts = (text + one.tail for text, one in ((own.text, own), (shown, best)))
     return Row(f"goodput_{100 * share:.0f}, {task.model}, {task.short}", *texts, ratio, file=task.file)
 
@@ -112,8 +112,8 @@ def load_rows(task: Task, sources: Sequence[Source]) -> Iterator[Row]:
         ratio += f", {joules[0][1] / joules[1][1]:.2f}×"
     setting = own[0].removeprefix(OWN).strip()
     name = f"{task.short.partition(',')[0]}, {task.num_prompts} at once, {task.model}, {setting}"
-    limited = "–" if limit is None else f"{limit:.2f} s ({own[1] / limit:.3f}×)"
-    yield Row(name, *sides, ratio, limit=limited, file=task.file)
+    ratio += "" if limit is None else f", {own[1] / limit:.3f}× of the limit"
+    yield Row(name, *sides, ratio, file=task.file)
 
 
 # ---- limits ----
@@ -164,12 +164,9 @@ def decode_rows(sources: Sequence[Source]) -> Iterator[Row]:
         bare = [1e3 * row["seconds"] for row in bare_rows(sources, source.card, f"decode={size}x{context}")]
         copy_ms = one["decode_step_bytes"] / one["copy_gb_per_s"] / 1e6
         limit_ms, kind = (min(bare), "kernels alone") if bare else (copy_ms, "at a copy's rate")
-        yield Row(
-            f"decode step, {model}, batch {size}, context {context:,}",
-            f"{step_ms:.2f} ms",
-            limit=f"{limit_ms:.2f} ms, {kind} ({step_ms / limit_ms:.3f}×)",
-            file=source.name,
-        )
+        name = f"decode step, {model}, batch {size}, context {context:,}"
+        sides = f"{step_ms:.2f} ms", f"limit: {limit_ms:.2f} ms, {kind}"
+        yield Row(name, *sides, f"{step_ms / limit_ms:.3f}×", file=source.name)
 
 
 def start_rows(sources: Sequence[Source]) -> Iterator[Row]:
@@ -283,19 +280,19 @@ Written by `python -m bench.report` from `{folder}`.
 Machine: {device}, driver {driver}, {versions}. Random weights.
 
 The model is llama-3.1-8b where none is named. "Ratio" is this engine over vLLM or the named peer: high is good for
-goodput, low for times and energy. vLLM takes 512 tokens a step, all at once 8,192. Other sizes served fewer (log),
-but 256 more on 2 GPUs. SGLang mixes prompts with decode. This engine runs `auto`, and its best all at
-once. goodput_90 is the highest rate at which 90 % of the requests meet both targets ("500/15 ms": of TTFT and TPOT),
-for at least 120 s. Gaps are exponential; with "burstiness", of a gamma distribution of that shape. "<": it failed at
-that rate, and the ratio is a bound. "Worse here": by more than 2 % at the highest load that both ran. At its higher
-goodput, this engine has longer tails of TTFT: a queue grows. Cards differ by 6 %: compare figures of one card. Most
-files are older than the engine.
+goodput, low for times and energy. vLLM takes 512 tokens a step, all at once 8,192. Other sizes served fewer (log), but
+256 more on 2 GPUs; none ran for sharegpt, arxiv and qwen3-0.6b. SGLang mixes prompts with decode. This engine runs
+`auto`, and its best all at once. goodput_90 is the highest rate at which 90 % of the requests meet both targets
+("500/15 ms": of TTFT and TPOT), for at least 120 s; beside it: p99 of TTFT. Gaps are exponential; with "burstiness",
+of a gamma distribution of that shape. "<": it failed at that rate, the ratio is a bound. "≥": no higher rate ran.
+"Worse here": by more than 2 % at the highest load that both ran. At its higher goodput, this engine has longer tails
+of TTFT: a queue grows. Cards differ by 6 %: compare figures of one card. Most files are older than the engine.
 
 ## Headline figures
 
 """
-TABLE = """| what | this engine | peer | ratio | worse here | limit | file (.json) |
-| --- | ---: | ---: | ---: | --- | ---: | --- |
+TABLE = """| what | this engine | peer | ratio | worse here | file (.json) |
+| --- | ---: | ---: | ---: | --- | --- |
 """
 OTHER_GPU = """
 ## {device}
@@ -362,8 +359,8 @@ def other_gpus(results: Path, own: str) -> Iterator[str]:
         sources = read_results(folder)
         newest = _newest(sources)
         if newest.get("device_uuid"):
-            driver = newest.get("driver_version", "unknown")
-            head = OTHER_GPU.format(device=newest["device_name"], driver=driver, folder=folder.name)
+            driver, device = newest.get("driver_version", "unknown"), newest["device_name"]
+            head = OTHER_GPU.format(device=device, driver=driver, folder=folder.name)
             yield head + TABLE + "\n".join(map(str, headlines(sources, tasks_of(sources))))
 
 
@@ -421,7 +418,7 @@ def _draw_goodput(searches: Sequence[Task]) -> bytes:
     figure = Figure(figsize=(13, 0.9 + 0.45 * len(searches)), layout="constrained")
     axes, tails = figure.subplots(1, 2, sharey=True)
     for index, task in enumerate(searches):
-        own, peers = next((one for one in _best_first(task) if _goodput_row(one, min(SHARES))), task).searched()
+        own, peers = (_best_search(task, min(SHARES)) or (None, task))[1].searched()
         sides = own, max(peers, key=lambda one: (one.goodput.rate or 0.0, one.goodput.below or 0.0))
         rates = [one.goodput.rate or one.goodput.below or 1e-9 for one in sides]
         for offset, one, rate, colour in zip((-0.2, 0.2), sides, rates, (OWN_COLOUR, PEER_COLOUR), strict=True):
@@ -444,7 +441,7 @@ def _draw_on_time(searches: Sequence[Task]) -> bytes:
     figure = Figure(figsize=(15, 3 * rows), layout="constrained")
     for place, task in enumerate(searches, 1):
         panel = figure.add_subplot(rows, 4, place, ylim=(0, 1.05), title=task.short)
-        for one in _best_first(task):
+        for one in task.ours:
             for cell, colour in ((one.own[CLAIMED], OWN_COLOUR), *((peer, PEER_COLOUR) for peer in one.peers.values())):
                 points = sorted((run["request_rate"], run["slo_attainment"]) for run in cell["runs"])
                 panel.plot(*zip(*points, strict=True), "o-", color=colour, markersize=3, linewidth=1)
