@@ -68,7 +68,7 @@ def check_blocks(pool: BlockPool, num_slots: int, sequences: Iterable[Sequence])
     assert all(block in keys for block, count in owned.items() if count > 1), "shared while it is written"
     assert sorted([*owned, *pool._free, *cached]) == list(blocks), "lost, or in two places"
     assert len(owned) == pool.num_used
-    assert {key: block for block, key in keys.items()} == pool._by_key
+    assert {key: block for block, key in keys.items()} == pool.found_by_key
     assert cached <= keys.keys() <= cached | owned.keys()
     assert not any(blocks for slot, blocks in enumerate(by_slot) if slot not in slots)
     assert all(s.status is Status.RUNNING or s.num_pending_steps for s in holders), "a leak"

@@ -81,6 +81,10 @@ class ThreadedExecutor(Executor):
         assert all(result.token_ids.tolist() == results[0].token_ids.tolist() for result in results)
         return results[0]
 
+    def drain(self) -> None:
+        for rank in self._ranks:
+            rank.drain()
+
     def shutdown(self, failure: BaseException | None = None) -> None:
         for rank in self._ranks:
             rank.shutdown(failure)

@@ -182,7 +182,7 @@ class Loop:
 
     def check_blocks(self) -> None:
         check_blocks(self.pool, self.max_num_seqs, self.sequences)
-        assert self.told == self.pool._by_key.keys()
+        assert self.told == self.pool.found_by_key.keys()
         touched = {s for _, step in self.in_flight for s in step.touched}
         assert all(s in touched for s in self.sequences if s.slot >= 0 and s.status is Status.FINISHED), "a leak"
         running = [s for s in self.sequences if s.status is Status.RUNNING]

@@ -256,6 +256,10 @@ class AsyncEngine:
                 self._deliver(outputs)
         except EngineDeadError as error:
             failure = error
+        except Exception as error:
+            failure = EngineDeadError(f"the engine's thread failed: {error}")
+            failure.__cause__ = error
+            raise
         finally:
             # First of all, as a failed device may fail again in shutdown.
             self._end_streams(failure)

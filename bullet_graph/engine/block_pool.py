@@ -62,7 +62,7 @@ class BlockPool:
 
     It is the prefix cache as well. A block with a key holds the tokens that the key stands for, and is never written
     again. Several slots may share it. Released by the last one, it counts as free but keeps its tokens until it is
-    taken: after all free blocks without a key, and least recently released first.
+    taken: after all free blocks without a key, and least recently released first. ``found_by_key`` has all such blocks.
     """
 
     def __init__(self, *, num_blocks: int, num_slots: int, max_blocks_per_seq: int, block_tokens: int) -> None:
@@ -73,7 +73,7 @@ class BlockPool:
         self._cached: OrderedDict[int, None] = OrderedDict()
         self._num_holders = [0] * num_blocks
         self._keys: dict[int, bytes] = {}
-        self._by_key: dict[bytes, int] = {}
+        self.found_by_key: dict[bytes, int] = {}
         self.listener: CacheListener | None = None
         self.peak_used = 0
         self._table: Int32Array = np.zeros((num_slots, max_blocks_per_seq), dtype=np.int32)
@@ -153,7 +153,7 @@ class BlockPool:
 
     def find(self, keys: Iterable[bytes]) -> list[int]:
         """The blocks of these keys, up to the first that the cache lacks."""
-        return list(takewhile(lambda block: block is not None, map(self._by_key.get, keys)))  # type: ignore[arg-type]
+        return list(takewhile(lambda block: block is not None, map(self.found_by_key.get, keys)))  # type: ignore[arg-type]
 
     def num_held(self, blocks: Iterable[int]) -> int:
         """How many of these some slot holds: sharing them needs no free block."""
@@ -176,7 +176,7 @@ class BlockPool:
         """
         new = []
         for block, key in zip(self._table[slot, first : first + len(keys)].tolist(), keys, strict=True):
-            new.append(self._by_key.setdefault(key, block) == block)
+            new.append(self.found_by_key.setdefault(key, block) == block)
             if new[-1]:
                 self._keys[block] = key
         return new
@@ -188,13 +188,13 @@ class BlockPool:
 
     def abandon(self) -> None:
         """Tell the listener that all blocks are lost, as the pool is not used any more."""
-        if self.listener is not None and self._by_key:
-            self.listener(BlocksRemoved(tuple(self._by_key)))
+        if self.listener is not None and self.found_by_key:
+            self.listener(BlocksRemoved(tuple(self.found_by_key)))
 
     def _evict(self) -> None:
         block, _ = self._cached.popitem(last=False)
         key = self._keys.pop(block)
-        del self._by_key[key]
+        del self.found_by_key[key]
         self._free.append(block)
         if self.listener is not None:
             self.listener(BlocksRemoved((key,)))

@@ -120,11 +120,6 @@ class EngineCore:
         self.planner.max_batch_sizes = max_batch_sizes(self.executor)
         return more
 
-    def drain(self) -> None:
-        """Wait for everything in flight and drop the results; the scheduler is not told."""
-        for ticket in self.in_flight.clear():
-            self.executor.wait(ticket)
-
     def predicted_ttft_ms(self, prompt_tokens: int, slo: Slo) -> float:
         """TTFT of a request that came now, if no other followed; 0 without a performance model."""
         now_s, ms_per_token = self.executor.now(), self.planner.prefill_ms_per_token
@@ -192,7 +187,7 @@ class EngineCore:
     def close(self) -> None:
         """Forget all requests and the executor; the counters stay."""
         self.requests.clear()
-        self.in_flight.clear()
+        self.in_flight = InFlight(self._num_sms)
         self._chunk = None
         del self.executor
 
@@ -201,8 +196,10 @@ class EngineCore:
     def _launch(self) -> None:
         depth, self._wake_s = self.executor.max_in_flight, None
         while any(len(self.in_flight[lane]) < depth for lane in LANES):
-            load = self._load()
+            load, num_preemptions = self._load(), self.scheduler.num_preemptions
             plan, launched = self._follow(load)
+            if not launched and self.scheduler.num_preemptions > num_preemptions:
+                continue  # the plan's rows lost their blocks: what is left to do is another load
             if not launched and self._chunk is not None and not self.in_flight:
                 # Decode waits for blocks of the chunk's prompts, which are free only after its last layer: no pause.
                 plan, launched = self._follow(replace(load, decode=None))

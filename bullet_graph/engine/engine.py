@@ -104,7 +104,7 @@ class Engine:
             self.model_config, self.tokenizer, max_model_len=self.max_model_len, seed=config.seed
         )
         self._executor: Executor | None = built.executor
-        self._pid = os.getpid()
+        self._pid, self._most_chunk_tokens = os.getpid(), config.chunk_tokens
         self._lane_sms = built.lane_sms
         self._performance = built.performance
         # They belong to the device, so they outlive a change of policy.
@@ -269,7 +269,7 @@ class Engine:
             if isinstance(error, Exception):
                 raise EngineDeadError(f"the engine failed while running a step: {error}") from error
             # An interrupt may strike anywhere, so the scheduler's books cannot be trusted.
-            self._core.drain()
+            executor.drain()
             self._core.scheduler.pool.abandon()
             self._core = self._new_core(executor, self.config)
             self._aborted = []
@@ -347,8 +347,8 @@ class Engine:
 
         Counters restart at 0, and the prefix cache is emptied. The planner's corrections stay, and so does the prompt
         order if ``prompt_order`` is None.
-        Raises RequestError while requests are under way, and ConfigError for a policy that needs a performance table or
-        partitions that this engine does not have.
+        Raises RequestError while requests are under way, and ConfigError for a policy that needs a performance table,
+        partitions or memory for chunks that this engine does not have.
         """
         executor = self._alive()
         if self.has_unfinished_requests():
@@ -357,6 +357,11 @@ class Engine:
         order = self.config.prompt_order if prompt_order is None else prompt_order
         config = dataclasses.replace(self.config, policy=chosen, slo=slo, prompt_order=order)
         core = self._new_core(executor, config)
+        if config.chunk_tokens > self._most_chunk_tokens:
+            raise ConfigError(
+                f"the policy {chosen} has chunks of {config.chunk_tokens} tokens, but the engine was made for "
+                f"{self._most_chunk_tokens}: make it with the policy that has the largest chunks"
+            )
         self._core.scheduler.pool.abandon()
         self._core, self.config = core, config
 
@@ -372,7 +377,7 @@ class Engine:
         blocks already, which it would not hear of.
         """
         self._alive()
-        if self.stats().num_prompt_tokens or self.has_unfinished_requests():
+        if self._core.scheduler.pool.found_by_key or self.has_unfinished_requests():
             raise RequestError("a listener must come before the first request, or miss blocks: make a new engine")
         self._cache_listener = self._core.scheduler.pool.listener = listener
 

@@ -69,14 +69,6 @@ class InFlight:
         self.oldest[lane] = (launches[0], now_s) if launches else None
         return launch
 
-    def clear(self) -> list[int]:
-        """Forget all launches and return their tickets, lane by lane, oldest first."""
-        tickets = [launch.ticket for launches in self._lanes.values() for launch in launches]
-        for lane, launches in self._lanes.items():
-            launches.clear()
-            self.oldest[lane] = None
-        return tickets
-
     # ---- when it will be done ----
 
     def awaited_s(self, now_s: float) -> list[tuple[float, float]]:

@@ -49,8 +49,7 @@ def quantize_weight(weight: Tensor, *, blocks: bool) -> tuple[Tensor, Tensor]:
     (rows, columns), size = weight.shape, FP8_BLOCK
     tiles = pad(weight.float(), (0, -columns % size, 0, -rows % size)).unflatten(1, (-1, size)).unflatten(0, (-1, size))
     scales = tiles.abs().amax((1, 3)).clamp_min(LEAST_AMAX) / FP8_MAX
-    values = saturated(tiles / scales[:, None, :, None]).flatten(2).flatten(0, 1)
-    return values[:rows, :columns].contiguous(), scales
+    return saturated(tiles / scales[:, None, :, None]).flatten(2).flatten(0, 1)[:rows, :columns].contiguous(), scales
 
 
 def saturated(x: Tensor) -> Tensor:

@@ -65,7 +65,7 @@ class Predictor:
         self.whole_chunk = model.wave_chunk_tokens(max_chunk_tokens)
         num_sms, lane = model.num_sms, min(max_chunk_tokens, TUNING.lane_chunk_tokens)
         self.lane_chunks = {
-            sms: model.wave_chunk_tokens(lane * (num_sms - sms) // num_sms, num_sms - sms) for sms in decode_sms
+            sms: model.wave_chunk_tokens(max(lane * (num_sms - sms) // num_sms, 1), num_sms - sms) for sms in decode_sms
         }
         lane_tokens = model.wave_chunk_tokens(lane)
         lane_ms = model.prefill(lane_tokens, attention_pairs(lane_tokens)).ms
@@ -193,8 +193,7 @@ class Options:
 
     def _is_worth(self, burst: Option, urgent_tokens: int) -> bool:
         added_ms, steady_ms = (option.interval_ms - self._decode_ms for option in (burst, self._steady))
-        forwards = -(-urgent_tokens // burst.chunk_tokens)
-        serves_urgent = 0 < forwards * added_ms <= self._slack_ms - self._decode_ms
+        serves_urgent = 0 < -(-urgent_tokens // burst.chunk_tokens) * added_ms <= self._slack_ms - self._decode_ms
         return serves_urgent or added_ms / burst.chunk_tokens <= steady_ms / self._steady.chunk_tokens
 
     def urgent_tokens(self, option: Option) -> int:

@@ -25,18 +25,8 @@ from bullet_graph.partition.masks import LANES, Lane
 from bullet_graph.partition.smctrl import identify_driver
 from bullet_graph.perf.provenance import collect_provenance
 from bullet_graph.perf.table import read_table
+from bullet_graph.runtime import capture_cache
 from bullet_graph.runtime.build import Start, artifact_plan, build_executor
-from bullet_graph.runtime.capture_cache import (
-    MASK_OFFSET,
-    MEASURED,
-    PERF_TABLE,
-    TRITON,
-    CapturedStart,
-    cached_perf_table,
-    copy_kernels,
-    library_caches,
-    library_name,
-)
 from bullet_graph.runtime.executor import Executor
 from bullet_graph.runtime.fingerprint import fingerprint_of
 from bullet_graph.runtime.performance import ROOFLINE, find_performance, table_file
@@ -89,7 +79,9 @@ def build_for_rank(
         config, capture_cache=None, self_check="all", ready="all", compile=config.compile or not is_gpu
     )
     here = fingerprint_of(runtime)
-    performance = find_performance(config, runtime, cached_table=partial(cached_perf_table, store, runtime))
+    performance = find_performance(
+        config, runtime, cached_table=partial(capture_cache.cached_perf_table, store, runtime)
+    )
     plan = artifact_plan(config, runtime, performance)
     name = entry_id(here, plan)
     with store.building(name, tell=tell) as staged:
@@ -119,8 +111,8 @@ def _fill(
 ) -> tuple[CompileCounts, tuple[SelfCheckPoint, ...]]:
     """Start an engine that keeps everything in ``files``, and run each kind of forward."""
     is_gpu = runtime.device.type == "cuda"
-    captured = CapturedStart(files, is_build=True, self_check="all")
-    with tempfile.TemporaryDirectory(prefix="bullet_graph_") as scratch, library_caches(Path(scratch)):
+    captured = capture_cache.CapturedStart(files, is_build=True, self_check="all")
+    with tempfile.TemporaryDirectory(prefix="bullet_graph_") as scratch, capture_cache.library_caches(Path(scratch)):
         # Triton's folder lies in the entry, Inductor's is not kept.
         with CompileCounter(gpu=is_gpu) as counter:
             if is_gpu:
@@ -140,9 +132,9 @@ def _fill(
                 built.executor.shutdown()
         with file_errors("cannot write into the capture cache"):
             if is_gpu:
-                copy_kernels(Path(scratch) / TRITON, files / TRITON)
+                capture_cache.copy_kernels(Path(scratch) / capture_cache.TRITON, files / capture_cache.TRITON)
             if built.capture is not None:
-                (files / MEASURED).write_text(json.dumps({"piecewise_rows": rows}) + "\n")
+                (files / capture_cache.MEASURED).write_text(json.dumps({"piecewise_rows": rows}) + "\n")
     return counter.counts, captured.use.self_check
 
 
@@ -152,18 +144,18 @@ def _keep_measured(files: Path, config: EngineConfig, runtime: Runtime) -> None:
         table = None if config.perf_table == ROOFLINE else table_file(config, runtime)
         if table is not None:
             read_table(table)
-            shutil.copyfile(table, files / PERF_TABLE)
+            shutil.copyfile(table, files / capture_cache.PERF_TABLE)
         driver = identify_driver()
         trusted = offsets.find(driver)
         if trusted is not None:
-            offsets.remember(driver, trusted.offset, files / MASK_OFFSET)
+            offsets.remember(driver, trusted.offset, files / capture_cache.MASK_OFFSET)
 
 
 def keep_attention(files: Path, runtime: Runtime) -> None:
     """Keep FlashInfer's modules, which FlashInfer builds or has in its own folder."""
     for module in needed_modules(Gpu.of(runtime.device), runtime.dtype, runtime.model):
         library = module.build()
-        target = files / library_name(module)
+        target = files / capture_cache.library_name(module)
         with file_errors("cannot write into the capture cache"):
             target.parent.mkdir(exist_ok=True)
             shutil.copyfile(library, target)

@@ -140,6 +140,9 @@ class CpuExecutor(Executor):
     def wait(self, ticket: int) -> StepResult:
         return self._results.pop(ticket)
 
+    def drain(self) -> None:
+        self._results.clear()
+
     def shutdown(self, failure: BaseException | None = None) -> None:
         self.__dict__.clear()
         clear_frames(failure)

@@ -329,6 +329,10 @@ class CudaExecutor(Executor):
         del self._pending[ticket]
         return result
 
+    def drain(self) -> None:
+        torch.cuda.synchronize(self._device)
+        self._pending.clear()
+
     def shutdown(self, failure: BaseException | None = None) -> None:
         try:
             wait_for_device(self._device, _IDLE_S)

@@ -70,6 +70,10 @@ class Executor(ABC):
     def wait(self, ticket: int) -> StepResult:
         """Wait for a launch and read its tokens; each ticket can be read once."""
 
+    @abstractmethod
+    def drain(self) -> None:
+        """Wait for everything that was launched, or half launched as a call was interrupted, and forget it."""
+
     def now(self) -> float:
         """Seconds on the clock that request metrics use (virtual in a simulation)."""
         return time.perf_counter()

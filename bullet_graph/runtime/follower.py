@@ -59,7 +59,9 @@ class Follower:
         elif kind == "build":
             self._build_entry(*values)
         elif kind == "start":
-            self._follow(self._build(*values))
+            config, runtime, num_threads = values
+            start = self._connect(runtime, num_threads)
+            self._follow(build_executor(replace(config, cpu_threads=None), runtime, start).executor)
         for communicator in self._communicators.values():
             communicator.close()
 
@@ -85,10 +87,6 @@ class Follower:
             raise SystemExit
         assert found == name, found
         return values
-
-    def _build(self, config: EngineConfig, runtime: Runtime, num_threads: int) -> Executor:
-        start = self._connect(runtime, num_threads)
-        return build_executor(replace(config, cpu_threads=None), runtime, start).executor
 
     @torch.inference_mode()
     def _profile(self, prepared: Prepared, num_threads: int) -> None:

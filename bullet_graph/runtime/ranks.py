@@ -342,6 +342,10 @@ class RankedExecutor(Executor):
         self._ranks.check()
         return result
 
+    def drain(self) -> None:
+        with self._ranks.watched():
+            self._local.drain()
+
     def shutdown(self, failure: BaseException | None = None) -> None:
         self._ranks.stop()
         self._local.shutdown(failure)

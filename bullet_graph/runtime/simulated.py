@@ -166,11 +166,14 @@ class SimulatedExecutor(Executor):
     def sleep_until(self, time_s: float) -> None:
         self._advance(time_s)
 
-    def shutdown(self, failure: BaseException | None = None) -> None:
-        del failure
+    def drain(self) -> None:
         for jobs in self._lanes.values():
             jobs.clear()
         self._results.clear()
+
+    def shutdown(self, failure: BaseException | None = None) -> None:
+        del failure
+        self.drain()
 
     # ---- how long things take ----
 

@@ -218,7 +218,7 @@ async def test_an_id_in_use_is_refused_and_its_request_goes_on(engine: AsyncEngi
 async def test_the_policy_changes_between_requests(model: Model) -> None:
     async with AsyncEngine(make_engine(model.folder, policy="mixed:16")) as engine:
         expected = tokens_of((await collect(engine, PROMPT))[-1])
-        for policy in ("serial", "mixed:4"):
+        for policy in ("serial:16", "mixed:4"):
             await idle(engine)
             await engine.set_policy(policy, Slo(ttft_ms=1e6))
             output = (await collect(engine, PROMPT))[-1]
@@ -231,20 +231,20 @@ async def test_a_policy_that_cannot_be_is_an_error_of_the_caller(model: Model) -
         stream = engine.generate(PROMPT, LONG)
         await anext(stream)
         with pytest.raises(RequestError, match="finish or abort them first"):
-            await engine.set_policy("serial")
+            await engine.set_policy("serial:8")
         await stream.aclose()
         await idle(engine)
         with pytest.raises(ConfigError, match="needs a performance table"):
             await engine.set_policy("split")
         assert len(await collect(engine, PROMPT)) == 12
     with pytest.raises(EngineDeadError, match="shut down"):
-        await engine.set_policy("serial")
+        await engine.set_policy("serial:8")
 
 
 async def test_nobody_waits_for_a_cancelled_change(engine: AsyncEngine, gate: Gate) -> None:
     request = asyncio.create_task(collect(engine, PROMPT))
     await asyncio.sleep(0.01)
-    change = asyncio.create_task(engine.set_policy("serial"))
+    change = asyncio.create_task(engine.set_policy("serial:8"))
     await asyncio.sleep(0.01)
     change.cancel()
     gate.open()
@@ -328,16 +328,18 @@ async def test_a_failure_reaches_all_streams_and_later_ones(model: Model, monkey
     engine.shutdown()
 
 
-async def test_streams_end_even_if_the_device_cannot_shut_down(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    unhandled = []
+@pytest.mark.parametrize(("owner", "name"), [(CpuExecutor, "launch"), (Engine, "stats")])
+async def test_streams_end_even_if_the_device_cannot_shut_down(
+    model: Model, monkeypatch: pytest.MonkeyPatch, owner: type, name: str
+) -> None:
+    unhandled, engine = [], AsyncEngine(make_engine(model.folder))
     monkeypatch.setattr(threading, "excepthook", unhandled.append)
 
     def failing(*_: object) -> None:
         raise OSError("lost")
 
-    monkeypatch.setattr(CpuExecutor, "launch", failing)
+    monkeypatch.setattr(owner, name, failing)
     monkeypatch.setattr(CpuExecutor, "shutdown", failing)
-    engine = AsyncEngine(make_engine(model.folder))
     async with asyncio.timeout(20):
         with pytest.raises(EngineDeadError, match="lost"):
             await collect(engine, PROMPT)

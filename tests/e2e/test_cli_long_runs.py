@@ -50,8 +50,7 @@ def test_a_terminal_gets_a_bar(command: str, trace: str, tmp_path: Path) -> None
     elif command == "simulate":
         result, bar, total = run(*SIMULATE), "", 8
     else:
-        found = run(*SIMULATE, "--sweep", "--smoke", "--goodput", *EASY.split())
-        result, bar, total = found, "run 2, auto, 10/s", 8
+        result, bar, total = run(*SIMULATE, "--sweep", "--smoke", "--goodput", *EASY.split()), "run 2, auto, 10/s", 8
     assert result.exit_code == 0, result.output
     bars = [line for line in result.stderr.replace("\r", "\n").splitlines() if line.startswith(bar)]
     assert any(f" 0/{total} " in line for line in bars), result.stderr

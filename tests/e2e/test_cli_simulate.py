@@ -114,8 +114,7 @@ def test_a_sweep_finds_each_policies_goodput_and_draws_it(table: Path, tmp_path:
     assert "mixed:2048" in result.stdout
     assert "Not sustained: runs of less than 120 s or 300 requests" in " ".join(result.stdout.split())
     assert plot.read_text().lstrip().startswith("<?xml")
-    swept = json.loads(output.read_text())
-    for policy in swept["policies"].values():
+    for policy in json.loads(output.read_text())["policies"].values():
         rates = [flat["request_rate"] for flat in policy["results"]]
         assert rates == sorted(rates)
         assert policy["goodput_99"] < policy["goodput_90"]

@@ -40,19 +40,22 @@ def memory_of(engine: Engine) -> list[weakref.ref[torch.Tensor]]:
 
 
 def fail(patch: pytest.MonkeyPatch, where: str, num_good: int, error: BaseException) -> None:
-    """Let a method raise after ``num_good`` good calls: of attention, deep in a forward, the engine or its executor."""
+    """Let a method of attention, the engine or its executor raise after good calls; "launched", "waited" at its end."""
     if where == "slice":
         fail_launches(patch, num_good, error, "prefill")
         return
     methods = {"attention": (ReferenceAttention, "run"), "step": (Engine, "step"), "add": (Engine, "add_request")}
-    owner, name = methods.get(where, (CpuExecutor, where))
+    done = {"launched": "launch", "waited": "wait"}.get(where)
+    owner, name = methods.get(where, (CpuExecutor, done or where))
     original = getattr(owner, name)
     calls = iter(range(num_good))
 
     def failing(*args: object, **kwargs: object) -> object:
-        if next(calls, None) is None:
-            raise error
-        return original(*args, **kwargs)
+        if next(calls, None) is not None:
+            return original(*args, **kwargs)
+        if done:
+            original(*args, **kwargs)
+        raise error
 
     patch.setattr(owner, name, failing)
 
@@ -176,7 +179,8 @@ def test_nothing_is_freed_of_a_device_that_has_failed(monkeypatch: pytest.Monkey
 @at_any_depth
 @short_slices
 @pytest.mark.parametrize(
-    ("where", "num_good"), [("attention", n) for n in (0, 1, 6, 30)] + [("slice", n) for n in (0, 1, 3)]
+    ("where", "num_good"),
+    [("attention", n) for n in (0, 1, 6, 30)] + [(it, n) for it in ("slice", "launched", "waited") for n in (0, 1, 3)],
 )
 def test_an_interrupt_loses_the_requests_and_nothing_else(
     model: Model, monkeypatch: pytest.MonkeyPatch, expected: list[tuple[int, ...]], where: str, num_good: int

@@ -137,7 +137,7 @@ def test_the_order_of_prompts_changes_with_the_policy(model: Model, expected: li
             engine.add_request(name, PROMPTS[3], replace(GREEDY, max_tokens=max_tokens))
         return next(iter(run_to_end(engine)))
 
-    with make(model, "serial:7") as engine:
+    with make(model, "serial:16") as engine:
         assert first_to_start(engine) == "short"
         engine.set_policy("serial:7", prompt_order="longest-output")
         assert first_to_start(engine) == "long"
@@ -146,6 +146,8 @@ def test_the_order_of_prompts_changes_with_the_policy(model: Model, expected: li
         assert engine.config.prompt_order == "longest-output"
         with pytest.raises(ConfigError, match="prompt_order must be one of arrival, longest-output"):
             engine.set_policy("mixed", prompt_order="shortest")  # type: ignore[arg-type]
+        with pytest.raises(ConfigError, match="mixed:17 has chunks of 17 tokens, but the engine was made for 16"):
+            engine.set_policy("mixed:17")
         (output,) = engine.generate([PROMPTS[3]], GREEDY, use_tqdm=False)
         assert tokens_of(output) == [expected[3]]
 

@@ -170,6 +170,11 @@ def test_a_listener_is_told_that_another_policy_empties_the_cache() -> None:
         engine.generate(SHARED, SamplingParams(max_tokens=2), use_tqdm=False)
         engine.set_policy("serial")
         engine.generate(SHARED, SamplingParams(max_tokens=2), use_tqdm=False)
+    with make_engine(policy="mixed:16") as engine:
+        engine.add_request("a", SHARED)
+        engine.step()
+        engine.abort("a")
+        run_to_end(engine)
         with pytest.raises(RequestError, match="before the first request"):
             engine.listen_to_prefix_cache(told.append)
     stored, removed, again = told

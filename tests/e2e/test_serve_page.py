@@ -81,8 +81,7 @@ def test_the_page_shows_what_the_server_does(browser: "sync_api.Browser") -> Non
             )
             assert 2 <= min(heights) < 95
             wait_for(page, "document.querySelectorAll('#tpot td')[2].textContent !== '–'")
-            cells = page.locator("#ttft td").all_text_contents()
-            p50, p90, p99 = (float(cell.replace(",", "")) for cell in cells)
+            p50, p90, p99 = (float(cell.replace(",", "")) for cell in page.locator("#ttft td").all_text_contents())
             assert 0 < p50 <= p90 <= p99
             assert page.text_content("#slo") == "100.0 %"
             assert page.text_content("#queue-most") == "4"

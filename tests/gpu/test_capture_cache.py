@@ -46,8 +46,7 @@ def test_the_second_start_compiles_nothing(tmp_path: Path, record_property: Any)
         tmp_path / "first", *("-m", "bullet_graph", "capture", "build", *OPTIONS, "--cache-dir", str(store), "--json")
     )
     record_property("built", built)
-    kinds = {part["part"] for part in built["parts"]}
-    assert {"layers", "triton", "flashinfer", "measured.json"} <= kinds
+    assert {"layers", "triton", "flashinfer", "measured.json"} <= {part["part"] for part in built["parts"]}
     assert built["compiles"]["inductor"] == 2
     assert built["compiles"]["cpp"] > 0
     assert built["compiles"]["triton"] > 0

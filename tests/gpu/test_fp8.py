@@ -176,8 +176,7 @@ def test_engines_generate(policy: str, cuda_graphs: bool) -> None:
         # Scored in one forward each, every token is the best or nearly: noise decides among equals. FP8's is 0.14 of
         # the logits, which costs up to 0.55; a wrong token costs 4.
         texts = [prompt + list(tokens) for prompt, tokens in zip(prompts, outputs, strict=True)]
-        scores = SamplingParams(max_tokens=0, prompt_logprobs=1)
-        for scored in engine.generate(texts, scores, use_tqdm=False):
+        for scored in engine.generate(texts, SamplingParams(max_tokens=0, prompt_logprobs=1), use_tqdm=False):
             for entry in scored.prompt_logprobs[-24:]:
                 assert entry is not None
                 assert entry.logprob > entry.top[0][1] - 1.0

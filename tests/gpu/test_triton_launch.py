@@ -23,8 +23,7 @@ def gate_up(seed: int, offset: int) -> torch.Tensor:
 
 
 def new_launch() -> Callable[..., None]:
-    launch = Launcher(act_and_mul_kernel)[ROWS, 1]
-    return partial(launch, intermediate_size=SIZE, GELU=False, BLOCK=1024, num_warps=4)
+    return partial(Launcher(act_and_mul_kernel)[ROWS, 1], intermediate_size=SIZE, GELU=False, BLOCK=1024, num_warps=4)
 
 
 def check(out: torch.Tensor, x: torch.Tensor) -> None:

@@ -390,3 +390,11 @@ def test_a_chunk_is_due_when_the_first_of_its_prompts_is() -> None:
 )
 def test_a_chunk_is_filled_up_to_the_padding(chunk_tokens: int, decode_rows: int, filled: int) -> None:
     assert fill(chunk_tokens, decode_rows, 256, lambda rows: -(-rows // 64) * 64) == filled
+
+
+@pytest.mark.parametrize(("policy", "chunk_tokens", "tpot_ms"), [("auto", 64, 4.4), ("auto", 64, 4.6), ("split", 6, 9)])
+def test_the_last_sequence_that_decodes_loses_its_blocks(policy: str, chunk_tokens: int, tpot_ms: float) -> None:
+    """A started prompt holds all other blocks: no pause may wait for decode then, no lane have a chunk of nothing."""
+    loop = CoreLoop(planner_of(policy, max_chunk_tokens=chunk_tokens), num_kv_blocks=1 + 64)
+    loop.run(arrivals=[(0.0, 900, 5, NO_TARGETS), (0.001, 20, 400, Slo(ttft_ms=50, tpot_ms=tpot_ms))], max_steps=5000)
+    assert loop.core.stats().num_preemptions == 1

@@ -12,15 +12,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from bullet_graph.perf.energy import (
-    DeviceMonitor,
-    DeviceReport,
-    NvmlProbe,
-    SampleRange,
-    linked_by_nvlink,
-    nvml_driver_version,
-    open_probe,
-)
+from bullet_graph.perf import energy
 
 
 class FakeNvml(ModuleType):
@@ -86,14 +78,14 @@ def nvml(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeNvml]:
 
 
 def test_monitor_samples_in_the_background_until_the_end(nvml: FakeNvml) -> None:
-    with DeviceMonitor(NvmlProbe.open("ab"), interval_s=0.001) as monitor:
+    with energy.DeviceMonitor(energy.NvmlProbe.open("ab"), interval_s=0.001) as monitor:
         assert nvml.second_power.wait(timeout=10)
     seen = monitor.report.num_samples
-    assert monitor.report == DeviceReport(
+    assert monitor.report == energy.DeviceReport(
         num_samples=seen,
-        sm_clock_mhz=SampleRange(2000 - 100 * seen, 1950 - 50 * seen, 1900),
-        power_w=SampleRange(345.678, pytest.approx(345.678), 345.678),
-        temperature_c=SampleRange(61, 61, 61),
+        sm_clock_mhz=energy.SampleRange(2000 - 100 * seen, 1950 - 50 * seen, 1900),
+        power_w=energy.SampleRange(345.678, pytest.approx(345.678), 345.678),
+        temperature_c=energy.SampleRange(61, 61, 61),
         energy_joules=2.5,
     )
     assert seen >= 2
@@ -103,7 +95,10 @@ def test_monitor_samples_in_the_background_until_the_end(nvml: FakeNvml) -> None
 
 def test_a_run_shorter_than_the_interval_is_sampled_once(nvml: FakeNvml) -> None:
     nvml.refused = ("nvmlDeviceGetTotalEnergyConsumption", "nvmlDeviceGetTemperature")
-    with DeviceMonitor(NvmlProbe.open("ab"), interval_s=60) as monitor, pytest.raises(RuntimeError, match="has ended"):
+    with (
+        energy.DeviceMonitor(energy.NvmlProbe.open("ab"), interval_s=60) as monitor,
+        pytest.raises(RuntimeError, match="has ended"),
+    ):
         _ = monitor.report
     report = monitor.report
     assert (report.num_samples, report.energy_joules, report.temperature_c) == (1, None, None)
@@ -111,18 +106,18 @@ def test_a_run_shorter_than_the_interval_is_sampled_once(nvml: FakeNvml) -> None
 
 @pytest.mark.usefixtures("nvml")
 def test_monitor_lets_go_of_the_device_when_the_run_fails_and_without_one_reports_none() -> None:
-    with pytest.raises(KeyError), DeviceMonitor(NvmlProbe.open("ab"), interval_s=60):
+    with pytest.raises(KeyError), energy.DeviceMonitor(energy.NvmlProbe.open("ab"), interval_s=60):
         raise KeyError
-    with DeviceMonitor(None) as monitor:
+    with energy.DeviceMonitor(None) as monitor:
         pass
-    assert monitor.report == DeviceReport(
+    assert monitor.report == energy.DeviceReport(
         num_samples=0, sm_clock_mhz=None, power_w=None, temperature_c=None, energy_joules=None
     )
 
 
 @pytest.mark.parametrize("uuid", ["ab", "GPU-ab"])
 def test_probe_reads_units_of_the_report_and_leaves_out_what_the_gpu_refuses(nvml: FakeNvml, uuid: str) -> None:
-    probe = NvmlProbe.open(uuid)
+    probe = energy.NvmlProbe.open(uuid)
     assert probe is not None
     assert probe.sample() == {"sm_clock_mhz": 1900, "power_w": 345.678, "temperature_c": 61}
     assert probe.total_energy_mj() == 5_000
@@ -135,32 +130,32 @@ def test_probe_reads_units_of_the_report_and_leaves_out_what_the_gpu_refuses(nvm
 def test_without_library_package_or_gpu_there_is_no_probe_and_no_version(
     nvml: FakeNvml, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert nvml_driver_version() == "580.1"
+    assert energy.nvml_driver_version() == "580.1"
     nvml.refused = ("nvmlSystemGetDriverVersion", "nvmlDeviceGetHandleByUUID")
-    assert (nvml_driver_version(), NvmlProbe.open("ab")) == (None, None)
+    assert (energy.nvml_driver_version(), energy.NvmlProbe.open("ab")) == (None, None)
     assert nvml.num_open == 0
     nvml.refused = ("nvmlInit",)
-    assert (nvml_driver_version(), NvmlProbe.open("ab")) == (None, None)
+    assert (energy.nvml_driver_version(), energy.NvmlProbe.open("ab")) == (None, None)
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    assert (nvml_driver_version(), NvmlProbe.open("ab")) == (None, None)
+    assert (energy.nvml_driver_version(), energy.NvmlProbe.open("ab")) == (None, None)
 
 
 def test_gpus_that_are_missing_have_no_probe() -> None:
-    assert open_probe(torch.device("cuda", 0), torch.cuda.device_count() + 1) is None
+    assert energy.open_probe(torch.device("cuda", 0), torch.cuda.device_count() + 1) is None
 
 
 def test_links_between_gpus(nvml: FakeNvml, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert [linked_by_nvlink("ab", "GPU-ab") for _ in range(2)] == [True, False]
+    assert [energy.linked_by_nvlink("ab", "GPU-ab") for _ in range(2)] == [True, False]
     nvml.refused = ("nvmlDeviceGetP2PStatus",)
-    assert linked_by_nvlink("ab", "ab") is None
+    assert energy.linked_by_nvlink("ab", "ab") is None
     assert not nvml.num_open
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    assert linked_by_nvlink("ab", "ab") is None
+    assert energy.linked_by_nvlink("ab", "ab") is None
 
 
 def test_of_several_gpus_the_sums_and_the_slowest(nvml: FakeNvml) -> None:
     nvml.powers_mw = itertools.cycle([300_000, 250_000])
-    probe = NvmlProbe.open("ab", "GPU-ab")
+    probe = energy.NvmlProbe.open("ab", "GPU-ab")
     assert probe is not None
     assert probe.sample() == {"sm_clock_mhz": 1800, "power_w": 550.0, "temperature_c": 61}
     assert probe.total_energy_mj() == 5_000 + 7_500

@@ -9,17 +9,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from bullet_graph.errors import PartitionError
-from bullet_graph.kernels.peer_reduce import (
-    BLOCK_BYTES,
-    ENDED,
-    MAX_PROGRAMS,
-    SHARED_BYTES,
-    PeerCommunicator,
-    _free,
-    all_reduce_kernel,
-    block_size,
-    memory_bytes,
-)
+from bullet_graph.kernels import peer_reduce
 
 
 class Ranks:
@@ -27,19 +17,21 @@ class Ranks:
 
     def __init__(self, num_ranks: int, own: int) -> None:
         self.num_ranks, self.own = num_ranks, own
-        self.memories = [torch.zeros(memory_bytes(num_ranks), dtype=torch.uint8) for _ in range(num_ranks)]
+        self.memories = [torch.zeros(peer_reduce.memory_bytes(num_ranks), dtype=torch.uint8) for _ in range(num_ranks)]
         self.word = torch.zeros(1, dtype=torch.int64)
         self.bases = torch.tensor([part.data_ptr() for part in (*self.memories, self.word)])
 
     def told(self, rank: int) -> Tensor:
         """[programs, ranks]: the last turn that each rank told each program of this one."""
-        return (self.memories[rank][SHARED_BYTES:].view(torch.int64))[MAX_PROGRAMS:].view(MAX_PROGRAMS, self.num_ranks)
+        return (self.memories[rank][peer_reduce.SHARED_BYTES :].view(torch.int64))[peer_reduce.MAX_PROGRAMS :].view(
+            peer_reduce.MAX_PROGRAMS, self.num_ranks
+        )
 
     def share(self, rank: int, x: Tensor, block: int) -> None:
         for program, part in enumerate(x.split(block)):
             turn = int(self.told(self.own)[program, rank]) + 1
-            place = self.memories[rank][turn % 2 * SHARED_BYTES // 2 :].view(x.dtype)
-            place[program * BLOCK_BYTES // x.element_size() :][: len(part)] = part
+            place = self.memories[rank][turn % 2 * peer_reduce.SHARED_BYTES // 2 :].view(x.dtype)
+            place[program * peer_reduce.BLOCK_BYTES // x.element_size() :][: len(part)] = part
             self.told(self.own)[program, rank] = turn
 
     def reduce(self, xs: list[Tensor], block: int) -> Tensor:
@@ -52,7 +44,9 @@ class Ranks:
 
     def run(self, x: Tensor, block: int) -> None:
         grid = (-(-len(x) // block),)
-        all_reduce_kernel[grid](x, self.bases, len(x), RANK=self.own, RANKS=self.num_ranks, BLOCK=block, LOOKS=256)
+        peer_reduce.all_reduce_kernel[grid](
+            x, self.bases, len(x), RANK=self.own, RANKS=self.num_ranks, BLOCK=block, LOOKS=256
+        )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
@@ -77,32 +71,32 @@ def test_sums_of_changing_sizes(num_ranks: int, own: int, dtype: torch.dtype) ->
 def test_programs_that_wait_end_once_the_host_says_so_and_then_touch_no_other_rank() -> None:
     ranks = Ranks(2, 0)
     x = torch.full((1500,), 3.0)
-    ranks.word.fill_(ENDED)
+    ranks.word.fill_(peer_reduce.ENDED)
     for _ in range(2):
         before = ranks.memories[1].clone()
         ranks.run(x, 1024)
         assert x.eq(3.0).all()
-        assert ranks.told(0)[:3, 0].tolist() == [ENDED, ENDED, 0]
+        assert ranks.told(0)[:3, 0].tolist() == [peer_reduce.ENDED, peer_reduce.ENDED, 0]
     assert ranks.memories[1].equal(before)
 
 
 def test_an_end_does_not_spoil_a_sum_that_all_ranks_have_reached() -> None:
     ranks = Ranks(2, 0)
-    ranks.word.fill_(ENDED)
+    ranks.word.fill_(peer_reduce.ENDED)
     assert ranks.reduce([torch.ones(10), torch.ones(10)], 1024).eq(2.0).all()
 
 
 def test_few_programs_that_hold_all() -> None:
     for dtype in (torch.bfloat16, torch.float32):
-        most = BLOCK_BYTES // dtype.itemsize
-        for size in (1, 1024, 65_536, 65_537, 200_000, most * MAX_PROGRAMS):
-            block = block_size(torch.empty(size, dtype=dtype), 2)
+        most = peer_reduce.BLOCK_BYTES // dtype.itemsize
+        for size in (1, 1024, 65_536, 65_537, 200_000, most * peer_reduce.MAX_PROGRAMS):
+            block = peer_reduce.block_size(torch.empty(size, dtype=dtype), 2)
             assert block is not None
-            assert size / MAX_PROGRAMS <= block <= most
+            assert size / peer_reduce.MAX_PROGRAMS <= block <= most
             assert block == 1024 or block // 2 * 64 < size
-        assert block_size(torch.empty(most * MAX_PROGRAMS + 1, dtype=dtype), 2) is None
-        assert block_size(torch.empty(most * MAX_PROGRAMS // 3 + 1, dtype=dtype), 4) is None
-    assert block_size(torch.empty(3, dtype=torch.int64), 2) is None
+        assert peer_reduce.block_size(torch.empty(most * peer_reduce.MAX_PROGRAMS + 1, dtype=dtype), 2) is None
+        assert peer_reduce.block_size(torch.empty(most * peer_reduce.MAX_PROGRAMS // 3 + 1, dtype=dtype), 4) is None
+    assert peer_reduce.block_size(torch.empty(3, dtype=torch.int64), 2) is None
 
 
 def test_memory_is_freed_though_another_rank_s_cannot_be_let_go() -> None:
@@ -113,13 +107,13 @@ def test_memory_is_freed_though_another_rank_s_cannot_be_let_go() -> None:
         if name == "cuIpcCloseMemHandle":
             raise PartitionError("gone")
 
-    _free(Mock(call=call), None, 1, {1: 2, 2: 3})
+    peer_reduce._free(Mock(call=call), None, 1, {1: 2, 2: 3})
     assert names == ["cuCtxPushCurrent", "cuIpcCloseMemHandle", "cuIpcCloseMemHandle", "cuMemFree", "cuCtxPopCurrent"]
 
 
 def test_an_abort_asks_no_driver() -> None:
-    made, communicator = Mock(), PeerCommunicator.__new__(PeerCommunicator)
+    made, communicator = Mock(), peer_reduce.PeerCommunicator.__new__(peer_reduce.PeerCommunicator)
     communicator.__dict__.update(_ended=torch.zeros(1, dtype=torch.int64), _driver=made.driver, _inner=made.inner)
     communicator.abort()
-    assert communicator._ended.item() == ENDED
+    assert communicator._ended.item() == peer_reduce.ENDED
     assert [each[0] for each in made.mock_calls] == ["inner.abort"]

@@ -138,8 +138,7 @@ class TestSerialAndMixed:
         assert planner("mixed").plan(load_of(decoding(64), 20000)).chunk_tokens == MAX_CHUNK - 64
 
     def test_a_chunk_is_cut_across_prompts_with_their_contexts(self) -> None:
-        prompts = (PromptLoad(300, 700, math.inf), PromptLoad(5000, 0, math.inf))
-        load = Load(0.0, decoding(16), prompts, 5300, None)
+        load = Load(0.0, decoding(16), (PromptLoad(300, 700, math.inf), PromptLoad(5000, 0, math.inf)), 5300, None)
         backlog = Backlog(load, planner().predictor)
         assert backlog.pairs(200) == attention_pairs(200, 700)
         assert backlog.pairs(300) == attention_pairs(300, 700)

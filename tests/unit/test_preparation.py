@@ -9,26 +9,19 @@ from examples import few
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bullet_graph.graphs.capture_plan import (
-    CaptureKey,
-    CapturePlan,
-    CaptureProgress,
-    DecodeSizes,
-    capture_order,
-    hot_keys,
-)
+from bullet_graph.graphs import capture_plan
 from bullet_graph.partition.masks import WHOLE_GPU, SmPartition
 from bullet_graph.planner.plan import ChunkLoad, DecodeLoad, Load, PromptLoad
 from bullet_graph.planner.slack import PREPARE_MS, PREPARE_SHARE, spare_ms
 from bullet_graph.slo import NO_TARGETS, Slo
 
 SIZES = (1, 2, 4, 8, 16)
-PLAN = CapturePlan(
+PLAN = capture_plan.CapturePlan(
     model="llama-3.1-8b",
     dtype="bfloat16",
     num_sms=MODEL.num_sms,
     max_num_seqs=16,
-    decode=(DecodeSizes(None, SIZES), *(DecodeSizes(sms, SIZES) for sms in MODEL.decode_sms)),
+    decode=(capture_plan.DecodeSizes(None, SIZES), *(capture_plan.DecodeSizes(sms, SIZES) for sms in MODEL.decode_sms)),
     piecewise_rows=(16,),
 )
 
@@ -37,7 +30,7 @@ PLAN = CapturePlan(
 class Capture:
     """A capture: what, when, and whether the device had work."""
 
-    key: CaptureKey
+    key: capture_plan.CaptureKey
     start_s: float
     end_s: float
     busy: bool
@@ -51,8 +44,8 @@ class PreparingExecutor(CheckedExecutor):
     captures: list[Capture] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.progress = CaptureProgress(PLAN, 2)
-        for key in hot_keys(PLAN):
+        self.progress = capture_plan.CaptureProgress(PLAN, 2)
+        for key in capture_plan.hot_keys(PLAN):
             self.progress.note(key)
         super().__post_init__()
 
@@ -133,7 +126,7 @@ def test_nothing_is_lost_and_no_step_lacks_its_graph(requests: list[Arrival], po
     """The simulated device refuses a batch where none is captured that holds it."""
     loop, executor = make_loop(policy)
     loop.run(arrivals=requests)
-    order = capture_order(PLAN, 2)[len(hot_keys(PLAN)) :]
+    order = capture_plan.capture_order(PLAN, 2)[len(capture_plan.hot_keys(PLAN)) :]
     assert [capture.key for capture in executor.captures] == order[: len(executor.captures)]
     assert loop.core.stats().num_missing_graphs == len(order) - len(executor.captures)
 

@@ -6,17 +6,11 @@ from typing import Any
 
 import click
 
+from bullet_graph.cli import replay_options
 from bullet_graph.cli.bench.replay import engine_client, measure, require_fit, warm_up
 from bullet_graph.cli.bench.sweep_runner import Cell, Sweep, SweepRunner, WorkloadSpec, at_rate, make_cells, targets_of
 from bullet_graph.cli.engine_run import config_for, describe_config, load_requests, open_engine
 from bullet_graph.cli.options import FILE, engine_options
-from bullet_graph.cli.replay_options import (
-    burstiness_option,
-    num_warmups_option,
-    policies_option,
-    search_options,
-    sweep_file_options,
-)
 from bullet_graph.cli.result_file import IMAGE_FORMATS, check_result_file, require_extra, to_json, write_result_file
 from bullet_graph.cli.tables import goodput_table, print_table
 from bullet_graph.config import EngineConfig, Policy
@@ -51,13 +45,13 @@ _SYSTEM = "bullet_graph "
     metavar="TARGETS",
     help='Latency targets in ms, such as "ttft:500 tpot:15", of workloads without their own; repeat it to sweep each.',
 )
-@policies_option("auto")
-@search_options
-@burstiness_option
-@num_warmups_option(4)
+@replay_options.policies_option("auto")
+@replay_options.search_options
+@replay_options.burstiness_option
+@replay_options.num_warmups_option(4)
 @click.option("--plot-dir", type=FILE, help="Draw pictures into this folder.")
 @click.option("--image-format", type=click.Choice(IMAGE_FORMATS), default="svg")
-@sweep_file_options
+@replay_options.sweep_file_options
 def sweep(
     config: EngineConfig,
     workloads: tuple[str, ...],
