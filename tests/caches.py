@@ -1,5 +1,6 @@
 """Stores of capture caches for tests: small entries."""
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -7,22 +8,12 @@ from typing import Any
 from bullet_graph.captures.manifest import Manifest, entry_id, list_files
 from bullet_graph.captures.store import FILES_NAME, CaptureStore, Entry
 
-FINGERPRINT = {
-    "device": "cuda",
-    "platform": "Linux x86_64 glibc 2.36",
-    "python": "CPython 3.11",
-    "torch": "2.13.0",
-    "triton": "3.9.0",
-    "code": "aaaa",
-    "gpu": "NVIDIA H200",
-    "num_sms": "132",
-    "driver": "580.159.04",
-    "cuda": "13.0",
-    "host_isa": "AVX512",
-    "flashinfer": "0.6.12",
-    "model": "LlamaForCausalLM 32x4096 cccc",
-    "dtype": "bfloat16",
-}
+FINGERPRINT = json.loads("""{
+    "device": "cuda", "platform": "Linux x86_64 glibc 2.36", "python": "CPython 3.11", "torch": "2.13.0",
+    "triton": "3.9.0", "code": "aaaa", "gpu": "NVIDIA H200", "num_sms": "132", "driver": "580.159.04",
+    "cuda": "13.0", "host_isa": "AVX512", "flashinfer": "0.6.12", "model": "LlamaForCausalLM 32x4096 cccc",
+    "dtype": "bfloat16"
+}""")
 PLAN: dict[str, Any] = {"model": "llama-3.1-8b", "batch_sizes": [1, 2, 4]}
 PACKAGE = "layers/attention_input.pt2"
 FILES = {

@@ -203,6 +203,8 @@ class Engine:
             raise RequestError(f"request_id must be a str, got {request_id!r:.80}")
         if request_id in self._core.requests:
             raise RequestError(f"request id {request_id!r} is in use")
+        if not isinstance(output_kind, OutputKind):
+            raise RequestError(f"output_kind must be such as OutputKind.DELTA, got {output_kind!r:.80}")
         if not isinstance(slo, Slo | None):
             raise RequestError(f"slo must be targets, such as Slo(ttft_ms=500), or None, got {slo!r:.80}")
         if arrival_s is not None and not (isinstance(arrival_s, int | float) and math.isfinite(arrival_s)):
@@ -352,7 +354,7 @@ class Engine:
         """
         executor = self._alive()
         if self.has_unfinished_requests():
-            raise RequestError("the policy can change between requests only: finish or abort them first")
+            raise RequestError("the policy can change between requests only: finish or abort them first, with step()")
         chosen = Policy.parse(policy) if isinstance(policy, str) else policy
         order = self.config.prompt_order if prompt_order is None else prompt_order
         config = dataclasses.replace(self.config, policy=chosen, slo=slo, prompt_order=order)

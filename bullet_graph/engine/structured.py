@@ -52,7 +52,7 @@ class Matcher:
     @property
     def error(self) -> str:
         """Why it accepts nothing any more; empty while it does."""
-        return self._matcher.get_error()
+        return self._matcher.get_error().removesuffix("<non-verbose/>").strip()
 
     def copy(self) -> "Matcher":
         return Matcher(self._matcher.deep_copy(), self._threads, self._num_words)

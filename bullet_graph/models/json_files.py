@@ -111,8 +111,9 @@ def read_model_file(path: Path, error: type[ModelError] = ModelError) -> bytes:
 
 def read_json_object(path: Path, error: type[ModelError] = ModelError) -> JsonObject:
     """Read a JSON file whose top level is an object; raises ``error`` for any other file."""
+    content = read_model_file(path, error)
     try:
-        values = json.loads(read_model_file(path, error))
+        values = json.loads(content)
     except RecursionError as cause:
         raise error(f"{path} is nested too deeply for JSON of a model; download it again") from cause
     except ValueError as cause:

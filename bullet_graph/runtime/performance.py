@@ -16,22 +16,12 @@ from bullet_graph.errors import PerfTableError
 from bullet_graph.graphs.capture_plan import CapturePlan, named_plan
 from bullet_graph.graphs.key import batch_size_buckets, bucket_for
 from bullet_graph.models.config import ModelConfig
+from bullet_graph.perf import table as tables
 from bullet_graph.perf.performance import PaddedModel, PerformanceModel
 from bullet_graph.perf.predict import TableModel
 from bullet_graph.perf.provenance import library_versions
 from bullet_graph.perf.roofline import Roofline
 from bullet_graph.perf.start_report import StartClock
-from bullet_graph.perf.table import (
-    PerfTable,
-    TableKey,
-    for_lengths,
-    format_name,
-    list_tables,
-    own_table_file_name,
-    read_table,
-    require_match,
-    shape_numbers,
-)
 from bullet_graph.runtime.processes import environment_of_child
 
 if TYPE_CHECKING:
@@ -54,7 +44,7 @@ PROFILED = (
 
 
 def find_performance(
-    config: EngineConfig, runtime: "Runtime", *, cached_table: Callable[[], PerfTable | None] = lambda: None
+    config: EngineConfig, runtime: "Runtime", *, cached_table: Callable[[], tables.PerfTable | None] = lambda: None
 ) -> PerformanceModel | None:
     """The performance model that the configuration names or that its policy predicts from; None where there is none.
 
@@ -80,27 +70,27 @@ def find_performance(
             )
         return None
     file = table_file(config, runtime)
-    table = cached_table() if file is None else read_table(file)
+    table = cached_table() if file is None else tables.read_table(file)
     if table is None:
         if config.policy.name != "split" and config.reject_late is None:
             return None
         key = table_key(runtime)
         needing = f"the policy {config.policy}" if config.reject_late is None else "reject_late"
         raise PerfTableError(
-            f"{needing} needs a performance table of {key.model} in {format_name(key.dtype, key.shape)} on {key.gpu}, "
-            f"but there is none at {user_table_file(key)} nor among those that come with the package "
-            f"({', '.join(path.name for path in list_tables()) or 'none'}): run `bullet-graph "
+            f"{needing} needs a performance table of {key.model} in {tables.format_name(key.dtype, key.shape)} on "
+            f"{key.gpu}, but there is none at {user_table_file(key)} nor among those that come with the package "
+            f"({', '.join(path.name for path in tables.list_tables()) or 'none'}): run `bullet-graph "
             f"{shlex.join(_profile_command(config))}` once, let profile_if_missing do it, or pass "
             "perf_table='roofline' for an estimate"
         )
-    table = for_lengths(table, runtime.max_model_len)
-    require_match(table, table_key(runtime), any_versions=True)
+    table = tables.for_lengths(table, runtime.max_model_len)
+    tables.require_match(table, table_key(runtime), any_versions=True)
     plan = named_plan(config, dtype=runtime.dtype_name, num_sms=runtime.gpu.num_sms)
     return table_model(table, config.max_num_seqs, runtime.model, plan)
 
 
 def measure_if_missing(
-    config: EngineConfig, runtime: "Runtime", cached_table: Callable[[], PerfTable | None], clock: StartClock
+    config: EngineConfig, runtime: "Runtime", cached_table: Callable[[], tables.PerfTable | None], clock: StartClock
 ) -> None:
     """Where ``profile_if_missing`` asks for it, measure a table that is missing, in a process of its own.
 
@@ -144,7 +134,7 @@ def _profile_command(config: EngineConfig) -> list[str]:
 
 
 def table_model(
-    table: PerfTable, max_num_seqs: int, model: ModelConfig, plan: CapturePlan | None = None
+    table: tables.PerfTable, max_num_seqs: int, model: ModelConfig, plan: CapturePlan | None = None
 ) -> PerformanceModel:
     """Predictions from a table, with batches padded as the engine's graphs pad them: all sizes without a plan."""
     sizes = batch_size_buckets(max_num_seqs)
@@ -160,25 +150,25 @@ def table_file(config: EngineConfig, runtime: "Runtime") -> Path | None:
     own = user_table_file(key)
     if own.is_file():
         return own
-    for path in list_tables():
-        table = for_lengths(read_table(path), runtime.max_model_len)
+    for path in tables.list_tables():
+        table = tables.for_lengths(tables.read_table(path), runtime.max_model_len)
         if (table.key.gpu, table.key.shape, table.key.dtype) == (key.gpu, key.shape, key.dtype):
             return path
     return None
 
 
-def table_key(runtime: "Runtime") -> TableKey:
+def table_key(runtime: "Runtime") -> tables.TableKey:
     """The key of tables that are valid for this runtime, which must be on a GPU."""
-    return TableKey(
+    return tables.TableKey(
         gpu=runtime.gpu.name,
         num_sms=runtime.gpu.num_sms,
         model=runtime.name,
-        shape=shape_numbers(runtime.model),
+        shape=tables.shape_numbers(runtime.model),
         dtype=runtime.dtype_name,
         kernels={name: found.partition("+")[0] for name, found in library_versions().items() if found is not None},
     )
 
 
-def user_table_file(key: TableKey) -> Path:
+def user_table_file(key: tables.TableKey) -> Path:
     """File of this user's table for ``key``."""
-    return user_data_path("bullet_graph") / "perf_tables" / own_table_file_name(key)
+    return user_data_path("bullet_graph") / "perf_tables" / tables.own_table_file_name(key)

@@ -15,7 +15,7 @@ from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from bullet_graph.errors import BulletGraphError, EngineDeadError, LateError, SamplingParamsError
+from bullet_graph.errors import BulletGraphError, EngineDeadError, LateError, PromptError, SamplingParamsError
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -83,6 +83,8 @@ class ApiError(Exception):
         if isinstance(error, RequestValidationError):
             return _validation_error(error)
         if isinstance(error, HTTPException):
+            if error.status_code == 400:  # the framework's own, of a body
+                return cls(400, "the body cannot be read: JSON in UTF-8, not compressed or nested deeply, is required")
             phrase = HTTPStatus(error.status_code).phrase
             return cls(error.status_code, f"{phrase}: {error.detail}", headers=error.headers)
         if isinstance(error, LateError):
@@ -94,7 +96,7 @@ class ApiError(Exception):
             # Python's users read these without backticks.
             return cls(400, str(error), param=_field(str(error), "`?"))
         if isinstance(error, BulletGraphError) and isinstance(error, ValueError):
-            return cls(400, str(error))
+            return cls(400, str(error), param=_field(str(error)) or ("prompt" * isinstance(error, PromptError) or None))
         if isinstance(error, TimeoutError):
             return cls(504, "the request took longer than the server's --request-timeout", code="timeout")
         return cls(500, "the server failed on this request; its log tells why", code="internal_error")

@@ -37,7 +37,8 @@ def token_texts(tokenizer: Tokenizer | None) -> TokenTexts:
 class AnswerFormat(ABC):
     """Writes the answer to one request.
 
-    ``texts`` gives the texts of single tokens. ``with_token_ids`` also writes the ids of prompts and outputs.
+    ``texts`` gives the texts of single tokens; ``adding`` makes what gives the text that each adds to those before, by
+    default its own. ``with_token_ids`` also writes the ids of prompts and outputs.
     ``request_id`` is the end of the answer's id. ``echo`` are the prompts' texts, to be written before the outputs';
     ``num_logprobs`` and ``num_prompt_logprobs`` are the alternatives that were asked for. ``more`` are further fields
     of an event: its usage, or none.
@@ -55,10 +56,11 @@ class AnswerFormat(ABC):
     echo: Sequence[str] | None = None
     num_logprobs: int | None = None
     num_prompt_logprobs: int | None = None
+    adding: Callable[[], TokenTexts] | None = None
 
     def __post_init__(self) -> None:
         self._head = {"id": f"{self.id_prefix}-{self.request_id}", "created": int(time.time()), "model": self.model}
-        self._offsets: dict[int, int] = {}
+        self._offsets, self._added = dict[int, int](), defaultdict[int, TokenTexts](self.adding or (lambda: self.texts))
 
     def opening(self, choice: int, prompt: int, more: Fields) -> bytes:
         """The event before the first token of a choice for a prompt; empty if the format has none."""
@@ -145,9 +147,12 @@ class CompletionFormat(AnswerFormat):
         return {"text": output.text}, output.finish_reason
 
     def _logprobs(self, choice: int, entries: Sequence[TokenLogprobs]) -> dict[str, Any]:
-        texts = self.texts
+        texts, added = self.texts, self._added[choice]
         tokens = [texts(entry.token_id) for entry in entries]
-        *offsets, self._offsets[choice] = accumulate(map(len, tokens), initial=self._offsets.get(choice, 0))
+        lengths = [len(added(entry.token_id)) for entry in entries]
+        *starts, self._offsets[choice] = accumulate(lengths, initial=self._offsets.get(choice, 0))
+        # A character that stays incomplete comes out with the token after it.
+        offsets = [at + max(size - len(text), 0) for at, size, text in zip(starts, lengths, tokens, strict=True)]
         logprobs = [None if math.isnan(entry.logprob) else _finite(entry.logprob) for entry in entries]
         # Tokens with the same text share a key: the most probable one wins.
         tops = [
@@ -189,7 +194,7 @@ class ChatFormat(AnswerFormat):
             if reason is not None:
                 last_words, last_deltas = parser.finish()
                 words, deltas = words + last_words, deltas + last_deltas
-            if reason == "stop" and parser.num_calls:
+            if reason == "stop" and parser.ends_with_call:
                 reason = "tool_calls"
         calls = {"tool_calls": tool_calls(deltas, streamed=streamed)} if deltas else {}
         if streamed:

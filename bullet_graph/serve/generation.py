@@ -12,19 +12,13 @@ from bullet_graph.engine.async_engine import AsyncEngine
 from bullet_graph.engine.output import OutputKind, RequestOutput
 from bullet_graph.errors import LateError, ModelError, PromptError, RequestError
 from bullet_graph.sampling_params import SamplingParams
+from bullet_graph.serve import protocol
 from bullet_graph.serve.access_log import Tally
 from bullet_graph.serve.answers import Answer
 from bullet_graph.serve.errors import ApiError
 from bullet_graph.serve.formats import AnswerFormat, ChatFormat, CompletionFormat, Fields, to_json, token_texts
 from bullet_graph.serve.limits import Gate
 from bullet_graph.serve.metrics import RequestMeter, ServerMetrics
-from bullet_graph.serve.protocol import (
-    ChatCompletionRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    StreamOptions,
-    TokenizeRequest,
-)
 from bullet_graph.serve.settings import ServeSettings
 from bullet_graph.serve.tools import FORCED, FORMATS, ToolCallParser, format_of
 from bullet_graph.slo import Slo
@@ -33,7 +27,7 @@ _LONG_TEXT = 2000
 """Longer texts (in characters) are tokenized in a thread, as they would block the event loop."""
 
 T = TypeVar("T")
-Request = CompletionRequest | ChatCompletionRequest
+Request = protocol.CompletionRequest | protocol.ChatCompletionRequest
 Indexed = tuple[int, RequestOutput]
 """An output and the index of its prompt."""
 
@@ -78,19 +72,21 @@ class Generation:
     def _format(self, request: Request, tally: Tally) -> AnswerFormat:
         self.check_model(request.model)
         kind: Callable[..., AnswerFormat] = CompletionFormat
-        if isinstance(request, ChatCompletionRequest):
+        if isinstance(request, protocol.ChatCompletionRequest):
             kind = partial(ChatFormat, call_parser=self._call_parser(request))
+        tokenizer, skips = self._tokenizer, request.skip_special_tokens is not False
         return kind(
             self._settings.served_model_name,
             self._texts,
             with_token_ids=bool(request.return_token_ids),
             request_id=tally.request_id,
-            echo=[self._text(prompt) for prompt in request.prompts] if request.echo else None,
+            echo=[self._text(prompt, skips) for prompt in request.prompts] if request.echo else None,
             num_logprobs=request.wanted_logprobs,
             num_prompt_logprobs=request.prompt_logprobs,
+            adding=None if tokenizer is None else lambda: tokenizer.stream(None if skips else frozenset()).push,
         )
 
-    def _call_parser(self, request: ChatCompletionRequest) -> Callable[[], ToolCallParser] | None:
+    def _call_parser(self, request: protocol.ChatCompletionRequest) -> Callable[[], ToolCallParser] | None:
         """What finds calls in an answer; None where the model may make none."""
         if not request.offered_tools:
             return None
@@ -104,7 +100,7 @@ class Generation:
         form = self._tool_format if request.required_tools is None else FORCED
         return partial(ToolCallParser, form, most_calls=most_calls)
 
-    async def tokenize(self, request: TokenizeRequest) -> bytes:
+    async def tokenize(self, request: protocol.TokenizeRequest) -> bytes:
         """The token ids of a text or a conversation, as JSON; errors as for a prompt."""
         self.check_model(request.model)
         self._gate.check_open()
@@ -115,7 +111,7 @@ class Generation:
         limit = self._engine.engine.max_model_len
         return to_json({"count": len(ids), "max_model_len": limit, "tokens": ids, "token_strs": strs})
 
-    async def detokenize(self, request: DetokenizeRequest) -> bytes:
+    async def detokenize(self, request: protocol.DetokenizeRequest) -> bytes:
         """The text of token ids, special tokens included, as JSON."""
         self.check_model(request.model)
         self._gate.check_open()
@@ -139,7 +135,7 @@ class Generation:
         return written.body([finals[index] for index in range(len(finals))], tally.usage)
 
     async def _events(self, request: Request, written: AnswerFormat, tally: Tally) -> AsyncGenerator[bytes, None]:
-        options = request.stream_options or StreamOptions()
+        options = request.stream_options or protocol.StreamOptions()
         always = options.include_usage and options.continuous_usage_stats
         more: Fields = {"usage": None} if options.include_usage else {}
         num_samples = request.n or 1
@@ -177,7 +173,7 @@ class Generation:
             streams = []
             for prompt in prompts:
                 params = request.sampling_params(self._max_tokens(request, len(prompt)), self._defaults)
-                if isinstance(request, ChatCompletionRequest) and request.offered_tools:
+                if isinstance(request, protocol.ChatCompletionRequest) and request.offered_tools:
                     # The mark of calls is often a special token.
                     marked = self._tool_format is not None and self._tool_format.begin != ""
                     params = replace(params, skip_special_tokens=params.skip_special_tokens and not marked)
@@ -213,11 +209,11 @@ class Generation:
             meter.end("abort")
 
     async def _prompts(self, request: Request) -> list[list[int]]:
-        if isinstance(request, CompletionRequest):
+        if isinstance(request, protocol.CompletionRequest):
             return [await self._tokens(p) if isinstance(p, str) else p for p in request.prompts]
         return [await self._tokens(await self._rendered(request), special=False)]
 
-    async def _rendered(self, request: ChatCompletionRequest | TokenizeRequest) -> str:
+    async def _rendered(self, request: protocol.ChatCompletionRequest | protocol.TokenizeRequest) -> str:
         if self._tokenizer is None:
             raise ModelError(
                 "the model has no tokenizer, which a chat needs: use /v1/completions with token ids, or serve a folder "
@@ -226,7 +222,7 @@ class Generation:
         said = request.messages or ()
         if len(said) > self._longest_prompt:
             raise self._too_long(f"and a conversation as many messages, found {len(said)} messages")
-        if isinstance(request, ChatCompletionRequest):
+        if isinstance(request, protocol.ChatCompletionRequest):
             opened, tools = True, request.offered_tools
         else:
             opened, tools = request.add_generation_prompt is not False, request.tools or []
@@ -240,11 +236,11 @@ class Generation:
 
         return await self._in_thread(rendered)
 
-    def _text(self, prompt: str | Sequence[int]) -> str:
+    def _text(self, prompt: str | Sequence[int], skips_special: bool) -> str:
         """A prompt as a text; empty for token ids without a tokenizer."""
         if isinstance(prompt, str):
             return prompt
-        return "" if self._tokenizer is None else self._tokenizer.decode(prompt)
+        return "" if self._tokenizer is None else self._tokenizer.decode(prompt, skips_special)
 
     async def _tokens(self, text: str, *, special: bool = True) -> list[int]:
         if self._tokenizer is None:

@@ -89,6 +89,14 @@ class ResponseFormat(_Strict):
     structures: list[dict[str, Any]] | None = None
     triggers: list[str] | None = None
 
+    @model_validator(mode="after")
+    def _of_one_type(self) -> "ResponseFormat":
+        if (self.json_schema is None) == (self.type == "json_schema"):
+            raise ValueError("type json_schema needs the field json_schema, and no other type has it")
+        if self.type != "structural_tag" and (self.structures is not None or self.triggers is not None):
+            raise ValueError("only type structural_tag has the fields structures and triggers")
+        return self
+
     @property
     def structured_outputs(self) -> StructuredOutputs | None:
         """What the engine is to follow; None for free text."""

@@ -130,12 +130,17 @@ class ToolCallParser:
         return self._told()
 
     def finish(self) -> tuple[str, list[CallDelta]]:
-        """The same at the text's end. After the mark of a call, what has no name yet is dropped."""
-        if self._mode == self._text or (self._is_first and not self._form.begin):
+        """The same at the text's end. What has no name yet of a call after a mark, or of a forced one, is dropped."""
+        if self._mode == self._text or (self._is_first and not self._form.begin and self._form is not FORCED):
             self._say(self._lead + "".join(self._held) + self._rest)
-        if not self.num_calls:
+        if not self.num_calls and self._form is not FORCED:
             self._words.append(self._space)
         return self._told()
+
+    @property
+    def ends_with_call(self) -> bool:
+        """Whether there was a call, and the last one is whole."""
+        return self.num_calls > 0 and self._mode != self._arguments
 
     def _told(self) -> tuple[str, list[CallDelta]]:
         words, self._words = "".join(self._words), []

@@ -181,6 +181,8 @@ def test_params_and_ids_of_another_type_are_refused(engine: Engine, params: obje
         engine.add_request(params, PROMPT)  # type: ignore[arg-type]
     with pytest.raises(RequestError, match="slo must be targets"):
         engine.add_request("bad", PROMPT, slo=params)  # type: ignore[arg-type]
+    with pytest.raises(RequestError, match="output_kind must be such as"):
+        engine.add_request("bad", PROMPT, output_kind=params)  # type: ignore[arg-type]
     for arrival_s in (math.nan, str(params)):
         with pytest.raises(RequestError, match="arrival_s must be a time"):
             engine.add_request("bad", PROMPT, arrival_s=arrival_s)  # type: ignore[arg-type]

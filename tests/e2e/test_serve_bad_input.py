@@ -1,5 +1,6 @@
 """Whatever comes, a bad request is refused with 4xx and a reason, and the server goes on."""
 
+import gzip
 import json
 from collections import Counter
 from collections.abc import Iterator
@@ -150,7 +151,9 @@ def test_a_bad_completion(served: Served, body: dict[str, Any], message: str, st
         ({"messages": [USER[0] | {"content": ""}] * 41}, "as many messages, found 41 messages"),
         ({"messages": [USER[0] | {"content": "x" * 300}] * 2}, "no text of more than 480 characters fits, found 600"),
         ({"response_format": {"type": "yaml"}}, "`response_format.type`: input should be 'text', 'json_object'"),
-        ({"response_format": {"type": "json_schema"}}, "structured_outputs must have exactly one of json, regex"),
+        ({"response_format": {"type": "json_schema"}}, "`response_format`: type json_schema needs the field json_sch"),
+        ({"response_format": {"type": "json_object", "json_schema": {"schema": {}}}}, "and no other type has it"),
+        ({"response_format": {"type": "text", "triggers": ["a"]}}, "only type structural_tag has the fields structu"),
         ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "exactly one of json, regex, choice, grammar"),
         ({"structured_outputs": {"regex": "a"}, "guided_regex": "b"}, "exclude each other"),
         ({"structured_outputs": {"backend": "x"}}, "`structured_outputs.backend` is no field"),
@@ -184,6 +187,9 @@ def test_what_a_request_needs(served: Served) -> None:
     text = {"Content-Type": "text/plain"}
     message = refused(served.http.post(COMPLETIONS, content=b'{"prompt": "x"}', headers=text))
     assert "Content-Type: application/json" in message
+    for content in (b'{"prompt": "\xff"}', gzip.compress(b'{"prompt": "x"}'), b"[" * 10_000):
+        message = refused(served.http.post(COMPLETIONS, content=content, headers={"Content-Type": "application/json"}))
+        assert "the body cannot be read: JSON in UTF-8" in message
 
 
 def test_a_huge_body_is_refused_before_it_is_read(served: Served) -> None:

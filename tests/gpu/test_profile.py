@@ -25,21 +25,12 @@ BUDGET_S = 50.0
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A folder with the config of a Llama of two layers."""
     folder = tmp_path_factory.mktemp("two-layers")
-    config = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "vocab_size": 1024,
-        "hidden_size": 512,
-        "intermediate_size": 1536,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 2,
-        "head_dim": 64,
-        "max_position_embeddings": 8192,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 10000.0,
-        "torch_dtype": "bfloat16",
-    }
+    config = json.loads("""{
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 1024, "hidden_size": 512,
+        "intermediate_size": 1536, "num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 2,
+        "head_dim": 64, "max_position_embeddings": 8192, "rms_norm_eps": 1e-05, "rope_theta": 10000.0,
+        "torch_dtype": "bfloat16"
+    }""")
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     return str(folder)
 

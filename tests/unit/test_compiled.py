@@ -13,15 +13,7 @@ from torch.utils._pytree import tree_leaves
 pytest.importorskip("triton", reason="Triton is published for Linux only")
 
 
-from bullet_graph.graphs.compiled import (
-    CompiledOps,
-    CompiledPart,
-    LayerPart,
-    TritonNormOps,
-    compile_now,
-    compiled_functions,
-    exported,
-)
+from bullet_graph.graphs import compiled
 from bullet_graph.kernels.ops import TorchOps
 from bullet_graph.kernels.triton_ops import TritonOps
 from bullet_graph.models.decoder import Decoder
@@ -83,11 +75,12 @@ def assert_eager_parts(functions: LayerFunctions, decoder: Decoder, rows: int) -
 @pytest.mark.usefixtures("rounding")
 @pytest.mark.parametrize(
     ("decoder", "fused"),
-    [(name, CompiledOps()) for name in NAMES] + [(name, TritonNormOps()) for name in ("plain", "gemma3", "fp8")],
+    [(name, compiled.CompiledOps()) for name in NAMES]
+    + [(name, compiled.TritonNormOps()) for name in ("plain", "gemma3", "fp8")],
     indirect=["decoder"],
 )
 def test_once_for_all_rows(decoder: Decoder, settings: list[dict[str, object]], fused: TorchOps) -> None:
-    functions = compiled_functions(decoder, TorchOps(), fused, MAX_ROWS)
+    functions = compiled.compiled_functions(decoder, TorchOps(), fused, MAX_ROWS)
     assert settings == [{"dynamic": False, "fullgraph": True}] * 2
     # What would be compiled anew is an error here.
     with torch._dynamo.config.patch(error_on_recompile=True):
@@ -98,13 +91,17 @@ def test_once_for_all_rows(decoder: Decoder, settings: list[dict[str, object]], 
 @pytest.mark.usefixtures("rounding")
 @pytest.mark.parametrize(
     ("decoder", "fused", "max_rows"),
-    [(name, TritonNormOps(), (2, 3, MAX_ROWS)[i % 3]) for i, name in enumerate(NAMES)]
-    + [("plain", CompiledOps(), MAX_ROWS), ("granite", CompiledOps(), 2), ("fp8", CompiledOps(), 3)],
+    [(name, compiled.TritonNormOps(), (2, 3, MAX_ROWS)[i % 3]) for i, name in enumerate(NAMES)]
+    + [
+        ("plain", compiled.CompiledOps(), MAX_ROWS),
+        ("granite", compiled.CompiledOps(), 2),
+        ("fp8", compiled.CompiledOps(), 3),
+    ],
     indirect=["decoder"],
 )
 def test_exported_for_all_rows(decoder: Decoder, fused: TorchOps, max_rows: int) -> None:
-    def compiler(part: LayerPart) -> CompiledPart:
-        program = exported(part)
+    def compiler(part: compiled.LayerPart) -> compiled.CompiledPart:
+        program = compiled.exported(part)
         assert not program.state_dict, "weights are inputs: all layers have the same parts"
         assert not program.constants
         given = [value for value in tree_leaves(part.arguments) if not isinstance(value, torch.Tensor)]
@@ -113,7 +110,7 @@ def test_exported_for_all_rows(decoder: Decoder, fused: TorchOps, max_rows: int)
         return lambda *arguments: run(*(value for value in tree_leaves(arguments) if isinstance(value, torch.Tensor)))
 
     with torch.inference_mode():
-        functions = compiled_functions(decoder, TorchOps(), fused, max_rows, compiler)
+        functions = compiled.compiled_functions(decoder, TorchOps(), fused, max_rows, compiler)
         for rows in {2, max_rows - 1, max_rows} - {1}:
             assert_eager_parts(functions, decoder, rows)
 
@@ -121,8 +118,8 @@ def test_exported_for_all_rows(decoder: Decoder, fused: TorchOps, max_rows: int)
 @pytest.mark.parametrize("decoder", NAMES, indirect=True)
 def test_collectives_stand_between_the_parts(decoder: Decoder, settings: list[dict[str, object]]) -> None:
     between, traced = TorchOps(ThreadCommunicator(Table(1), 0)), decoder.config == VARIANTS["granite"]
-    compiler = compile_now if traced else lambda part: part.function
-    functions = compiled_functions(decoder, between, CompiledOps(), MAX_ROWS, compiler)
+    compiler = compiled.compile_now if traced else lambda part: part.function
+    functions = compiled.compiled_functions(decoder, between, compiled.CompiledOps(), MAX_ROWS, compiler)
     assert len(settings) == 2 * traced
     with torch._dynamo.config.patch(error_on_recompile=True):
         assert_eager_parts(functions, decoder, 5)
@@ -138,7 +135,7 @@ def test_the_norm_s_kernel_is_called_inside_compiled_parts(decoder: Decoder, mon
         return add_rms_norm(ops, x, *rest)
 
     monkeypatch.setattr(TritonOps, "add_rms_norm", recorded)
-    functions = compiled_functions(decoder, TritonOps(), TritonNormOps(), MAX_ROWS)
+    functions = compiled.compiled_functions(decoder, TritonOps(), compiled.TritonNormOps(), MAX_ROWS)
     assert isinstance(functions.ops, TritonOps)
     calls.clear()
     parts(functions, decoder, 4)

@@ -12,34 +12,17 @@ from bullet_graph.models.config import ModelConfig
 from bullet_graph.models.presets import load_model_config
 from bullet_graph.models.rope import Rope, RopeDivisors
 
-COMMON: dict[str, Any] = {
-    "vocab_size": 1000,
-    "hidden_size": 1152,
-    "intermediate_size": 6912,
-    "num_attention_heads": 4,
-    "num_hidden_layers": 12,
-    "num_key_value_heads": 1,
-    "max_position_embeddings": 32768,
-    "rms_norm_eps": 1e-6,
-    "torch_dtype": "bfloat16",
-    "bos_token_id": 2,
-    "eos_token_id": 1,
-    "pad_token_id": 0,
-}
-GEMMA = COMMON | {
-    "architectures": ["Gemma3ForCausalLM"],
-    "model_type": "gemma3_text",
-    "attn_logit_softcapping": None,
-    "final_logit_softcapping": None,
-    "head_dim": 256,
-    "hidden_activation": "gelu_pytorch_tanh",
-    "query_pre_attn_scalar": 256,
-    "rope_local_base_freq": 10000,
-    "rope_scaling": None,
-    "rope_theta": 1000000,
-    "sliding_window": 512,
-    "sliding_window_pattern": 6,
-}
+COMMON: dict[str, Any] = json.loads("""{
+    "vocab_size": 1000, "hidden_size": 1152, "intermediate_size": 6912, "num_attention_heads": 4,
+    "num_hidden_layers": 12, "num_key_value_heads": 1, "max_position_embeddings": 32768, "rms_norm_eps": 1e-06,
+    "torch_dtype": "bfloat16", "bos_token_id": 2, "eos_token_id": 1, "pad_token_id": 0
+}""")
+GEMMA = COMMON | json.loads("""{
+    "architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "attn_logit_softcapping": null,
+    "final_logit_softcapping": null, "head_dim": 256, "hidden_activation": "gelu_pytorch_tanh",
+    "query_pre_attn_scalar": 256, "rope_local_base_freq": 10000, "rope_scaling": null, "rope_theta": 1000000,
+    "sliding_window": 512, "sliding_window_pattern": 6
+}""")
 PHI = COMMON | {
     "architectures": ["Phi3ForCausalLM"],
     "model_type": "phi3",
@@ -67,42 +50,22 @@ OLMO = COMMON | {
     "rope_theta": 500000,
     "tie_word_embeddings": False,
 }
-GRANITE = COMMON | {
-    "architectures": ["GraniteForCausalLM"],
-    "model_type": "granite",
-    "attention_multiplier": 0.015625,
-    "embedding_multiplier": 12.0,
-    "logits_scaling": 8.0,
-    "residual_multiplier": 0.22,
-    "rope_scaling": None,
-    "rope_theta": 10000000.0,
-    "tie_word_embeddings": True,
-}
+GRANITE = COMMON | json.loads("""{
+    "architectures": ["GraniteForCausalLM"], "model_type": "granite", "attention_multiplier": 0.015625,
+    "embedding_multiplier": 12.0, "logits_scaling": 8.0, "residual_multiplier": 0.22, "rope_scaling": null,
+    "rope_theta": 10000000.0, "tie_word_embeddings": true
+}""")
 QWEN = COMMON | {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "rope_theta": 1000000.0}
-MIXTRAL = COMMON | {
-    "architectures": ["MixtralForCausalLM"],
-    "model_type": "mixtral",
-    "num_local_experts": 8,
-    "num_experts_per_tok": 2,
-    "rope_theta": 1000000.0,
-    "sliding_window": None,
-}
-QWEN3_MOE = COMMON | {
-    "architectures": ["Qwen3MoeForCausalLM"],
-    "model_type": "qwen3_moe",
-    "decoder_sparse_step": 1,
-    "head_dim": 128,
-    "max_window_layers": 48,
-    "mlp_only_layers": [],
-    "moe_intermediate_size": 768,
-    "norm_topk_prob": True,
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-    "rope_scaling": None,
-    "rope_theta": 1000000.0,
-    "sliding_window": None,
-    "use_sliding_window": False,
-}
+MIXTRAL = COMMON | json.loads("""{
+    "architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "num_local_experts": 8,
+    "num_experts_per_tok": 2, "rope_theta": 1000000.0, "sliding_window": null
+}""")
+QWEN3_MOE = COMMON | json.loads("""{
+    "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "decoder_sparse_step": 1, "head_dim": 128,
+    "max_window_layers": 48, "mlp_only_layers": [], "moe_intermediate_size": 768, "norm_topk_prob": true,
+    "num_experts": 128, "num_experts_per_tok": 8, "rope_scaling": null, "rope_theta": 1000000.0,
+    "sliding_window": null, "use_sliding_window": false
+}""")
 QWEN2_MOE = QWEN3_MOE | {
     "architectures": ["Qwen2MoeForCausalLM"],
     "model_type": "qwen2_moe",

@@ -19,6 +19,7 @@ from bullet_graph.serve.formats import ChatFormat, CompletionFormat, token_texts
 from bullet_graph.serve.limits import Gate
 from bullet_graph.serve.metrics import ServerMetrics
 from bullet_graph.serve.protocol import _HARMLESS, ChatCompletionRequest, CompletionRequest
+from bullet_graph.serve.tools import FORMATS, ToolCallParser
 
 
 class Clock:
@@ -217,6 +218,14 @@ def test_bytes_of_a_token_are_told_unless_it_is_part_of_a_character() -> None:
     assert [top["bytes"] for top in first["top_logprobs"]] == [first["bytes"], None]
 
 
+@pytest.mark.parametrize(("end", "reason"), [("}}", "tool_calls"), ("}", "tool_calls"), ("", "stop")])
+def test_arguments_that_a_stop_string_cuts_are_no_whole_call(end: str, reason: str) -> None:
+    form = ChatFormat("m", str, "7", call_parser=lambda: ToolCallParser(FORMATS["llama3_json"]))
+    text = '{"name": "f", "parameters": {"a": 1' + end
+    event = form.event(0, CompletionOutput(0, text, (1,), None, "stop"), {})
+    assert json.loads(event.removeprefix(b"data: "))["choices"][0]["finish_reason"] == reason
+
+
 # ---- errors ----
 
 
@@ -235,6 +244,7 @@ def test_the_status_of_an_error(error: Exception, status: int) -> None:
     told = ApiError.of(error)
     assert told.status == status
     assert b"secret" not in told.json()
+    assert told.body["error"]["param"] == ("prompt" if isinstance(error, PromptError) else None)
 
 
 UNKNOWN = {f"k{i}": 1 for i in range(16_000)}

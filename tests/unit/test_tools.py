@@ -51,6 +51,8 @@ CASES: list[tuple[ToolFormat, str, Parsed]] = [
     (HERMES, '<tool_call>{"name": "f", "arguments": {"a": 1', ("", [("f", '{"a": 1')])),
     (HERMES, "a < b <tool", ("a < b <tool", [])),
     (LLAMA, f'{{"name": "add", "parameters": {ADD}}}', ("", [("add", ADD)])),
+    (FORCED, '[\n\n{\n "name": "add", "param', ("", [])),
+    (FORCED, "[ ", ("", [])),
     (
         LLAMA,
         f'\n{{"type": "function", "name": "add", "parameters": {ADD}}}; {{"name": "now", "parameters": {NOW}}}\n',

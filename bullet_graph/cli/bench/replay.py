@@ -14,15 +14,9 @@ from urllib.parse import urlsplit
 
 import click
 
+from bullet_graph.cli import replay_options as shared
 from bullet_graph.cli.engine_run import config_for, describe_run, load_requests, open_engine, watch_device
 from bullet_graph.cli.options import engine_options, result_options
-from bullet_graph.cli.replay_options import (
-    GoodputCommand,
-    num_prompts_option,
-    num_warmups_option,
-    replay_options,
-    trace_option,
-)
 from bullet_graph.cli.result_file import Output, require_extra
 from bullet_graph.cli.tables import COUNTERS, ReplayRun, counters, emit_replays, print_replays
 from bullet_graph.config import EngineConfig, Policy
@@ -251,9 +245,9 @@ def _serve_here(
     return f"{config.model}, {common['dtype']}, on {device}: {workload.name}, {slo}", runs, common
 
 
-@click.command(cls=GoodputCommand)
-@replay_options(default_policy="mixed")
-@num_warmups_option(8)
+@click.command(cls=shared.GoodputCommand)
+@shared.replay_options(default_policy="mixed")
+@shared.num_warmups_option(8)
 @engine_options(max_num_seqs=1024, without=("policy", "slo"))
 @result_options
 def online(policies: tuple[Policy, ...], save_detailed: bool, output: Output, **settings: Any) -> None:
@@ -280,8 +274,8 @@ def online(policies: tuple[Policy, ...], save_detailed: bool, output: Output, **
 
 @click.command()
 @engine_options(max_num_seqs=1024)
-@trace_option
-@num_prompts_option
+@shared.trace_option
+@shared.num_prompts_option
 @click.option(
     "--warmup/--no-warmup", default=True, help="Serve a few small requests first, so the measurement compiles nothing."
 )
@@ -328,8 +322,8 @@ def throughput_fields(result: ReplayResult) -> dict[str, Any]:
     }
 
 
-@click.command(cls=GoodputCommand)
-@replay_options(default_policy=None)
+@click.command(cls=shared.GoodputCommand)
+@shared.replay_options(default_policy=None)
 @click.option("--base-url", required=True, metavar="URL", help="Of the server, with or without /v1.")
 @click.option(
     "--model",
@@ -337,7 +331,7 @@ def throughput_fields(result: ReplayResult) -> dict[str, Any]:
     "it, and the tokenizer of a trace with texts.",
 )
 @click.option("--api-key", help="The key that the server requires.")
-@num_warmups_option(8)
+@shared.num_warmups_option(8)
 @click.option("--seed", type=click.IntRange(min=0), default=0, help="Of arrivals, prompts and synthetic workloads.")
 @result_options
 def serve(
