@@ -48,13 +48,13 @@ class Row:
 
     what: str
     here: str
-    peer: str = "–"
-    ratio: str = "–"
-    worse: str = "–"
+    peer: str = "-"
+    ratio: str = "-"
+    worse: str = "-"
     file: str = ""
 
     def __str__(self) -> str:
-        cells = (self.what, self.here, self.peer, self.ratio, self.worse, f"`{self.file}`")
+        cells = (self.what, self.here, self.peer, self.ratio, self.worse, f"`{self.file}`" if self.file else "")
         return f"| {' | '.join(cells)} |".replace(".json`", "`")
 
 
@@ -67,14 +67,14 @@ def goodput_rows(task: Task) -> Iterator[Row]:
     for share in SHARES:
         if found := _best_search(task, share):
             first, before = found[0], first
-            file = "…" if before and before.file == first.file else first.file
+            file = "" if before and before.file == first.file else first.file
             yield replace(first, what=f"… {100 * share:.0f} %", file=file) if before else first
 
 
 def _best_search(task: Task, share: float) -> tuple[Row, Task] | None:
     """The newest that bounds a ratio: a search, else rates, else single runs; else any that has both goodputs."""
     rows = [(row, one, one.source.fields["settings"]) for one in task.ours if (row := _goodput_row(one, share))]
-    rows.sort(key=lambda each: (each[0].ratio == "–", each[2].get("max_runs") == 1, bool(each[2].get("rates"))))
+    rows.sort(key=lambda each: (each[0].ratio == "-", each[2].get("max_runs") == 1, bool(each[2].get("rates"))))
     return rows[0][:2] if rows else None
 
 
@@ -88,7 +88,7 @@ def _goodput_row(task: Task, share: float) -> Row | None:
     if there is None:
         ratio, shown = f"> {here / ceiling:.2f}×", f"< {ceiling:.3g}/s"
     elif ceiling == math.inf:
-        ratio, shown = "–", best.text
+        ratio, shown = "-", best.text
     else:
         ratio, shown = f"{'≥ ' * own.text.startswith('≥')}{here / there:.2f}×", f"{there:.3g}/s"
         if (1 + best.tolerance) * there < ceiling:
@@ -203,7 +203,7 @@ def task_rows(task: Task, sources: Sequence[Source]) -> list[Row]:
     rows = list(goodput_rows(task) if task.is_search else load_rows(task, sources))
     (_, worse), at = max(((worse_at(one), one) for one in (task, *task.older)), key=lambda each: each[0][0])
     if worse:
-        first, *others = rows or [Row(f"{task.model}, {task.short}", "–", file=task.file)]
+        first, *others = rows or [Row(f"{task.model}, {task.short}", "-", file=task.file)]
         worse += "" if first.file == at.file else f" (`{at.file}`)"
         rows = [replace(first, worse=worse), *others]
     return rows
@@ -314,8 +314,8 @@ ABLATION = """
 ## What each part of the planner brings
 
 Simulated goodput_90 / goodput_99 in requests/s (`bullet-graph simulate --sweep`, H200). `mixed:512` has
-chunks of one size, like peers; `mixed` sizes them by targets and measured times. `auto` may also split, and lets
-decode steps wait to save energy. goodput_99 rests on 3 of 300 requests.
+chunks of one size, like peers; `mixed` sizes them by targets and measured times. `auto` may also split, and spaces
+decode steps to save energy. goodput_99 rests on 3 of 300 requests.
 
 | trace, TTFT/TPOT in ms | `serial` | `mixed:512` | `mixed` | `split` | `auto` |
 | --- | ---: | ---: | ---: | ---: | ---: |
@@ -323,8 +323,8 @@ decode steps wait to save energy. goodput_99 rests on 3 of 300 requests.
 SIMULATED = """
 ## Simulated beside measured
 
-The fastest stable run of `auto` for each: measured / simulated (`python -m bench.simulator_error`). The last two
-columns: simulated. The H100's chats were measured before prompts waited for room.
+The fastest stable run of `auto`: measured / simulated (`python -m bench.simulator_error`). Simulated alone: the last
+two columns. The H100's chats are older than waits for room.
 
 | GPU, requests, rate | on time, % | median TPOT, ms | p99 TTFT, ms | on time: `mixed` / `split` | time split, % |
 | --- | ---: | ---: | ---: | ---: | ---: |
