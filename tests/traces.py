@@ -8,18 +8,11 @@ from bullet_graph.perf.trace import Trace, read_trace
 
 Record = dict[str, Any]
 
-HEADER: Record = {
-    "type": "header",
-    "format": "bullet-graph decision trace",
-    "format_version": 2,
-    "model": "tiny",
-    "device": "H200",
-    "num_sms": 132,
-    "num_layers": 4,
-    "policy": "auto",
-    "slo": "ttft:500ms tpot:15ms",
-    "version": "1.0",
-}
+HEADER: Record = json.loads("""{
+    "type": "header", "format": "bullet-graph decision trace", "format_version": 2, "model": "tiny",
+    "device": "H200", "num_sms": 132, "num_layers": 4, "policy": "auto", "slo": "ttft:500ms tpot:15ms",
+    "version": "1.0"
+}""")
 
 
 def decision(number: int, time_s: float, policy: str, bound: str = "nothing", **other: Any) -> Record:

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 
+import numpy as np
 import pytest
 from core_loop import MODEL, NUM_LAYERS, Arrival, CheckedExecutor, CoreLoop, Launch, arrivals
 from examples import few
@@ -15,12 +16,16 @@ from planner_loads import planner as planner_of
 from bullet_graph.config import Policy
 from bullet_graph.engine.core import fill
 from bullet_graph.engine.in_flight import other_lane
+from bullet_graph.engine.output import OutputKind
+from bullet_graph.engine.request import Request, Sample
+from bullet_graph.engine.sequence import Sequence
 from bullet_graph.partition.masks import WHOLE_GPU, partition_of
 from bullet_graph.planner.options import Corrections, ForwardKind
 from bullet_graph.planner.plan import Load, Plan, PolicyName
 from bullet_graph.planner.planner import Planner
 from bullet_graph.planner.tuning import TUNING
-from bullet_graph.runtime.step import Placement, Step, StepResult
+from bullet_graph.runtime.step import Placement, Step, StepLogprobs, StepResult
+from bullet_graph.sampling_params import SamplingParams
 from bullet_graph.slo import NO_TARGETS, Slo
 
 POLICIES = ("serial", "serial:100", "mixed", "mixed:64", "split", "split:48", "auto")
@@ -398,3 +403,25 @@ def test_the_last_sequence_that_decodes_loses_its_blocks(policy: str, chunk_toke
     loop = CoreLoop(planner_of(policy, max_chunk_tokens=chunk_tokens), num_kv_blocks=1 + 64)
     loop.run(arrivals=[(0.0, 900, 5, NO_TARGETS), (0.001, 20, 400, Slo(ttft_ms=50, tpot_ms=tpot_ms))], max_steps=5000)
     assert loop.core.stats().num_preemptions == 1
+
+
+def test_prompts_in_sight_count_among_the_longest_outputs() -> None:
+    loop = CoreLoop("auto")
+    loop.core.scheduler.queue._prompt_order = "longest-output"
+    loop.add(8, 50)
+    loop.step()
+    loop.add(8, 300)
+    assert loop.core._load().steps_left == 300
+
+
+def test_scores_go_to_their_request_though_one_before_it_was_aborted() -> None:
+    loop, params = CoreLoop("serial"), SamplingParams(max_tokens=1, prompt_logprobs=0)
+    for name in ("first", "second"):
+        sequence = Sequence(name, 0, np.arange(4, dtype=np.int32) + 10 * len(name), params, 0, frozenset())
+        loop.core.add(Request([Sample(sequence, None)], OutputKind.FINAL_ONLY))
+    wait, scores = loop.executor.wait, StepLogprobs(np.arange(6.0), *[np.empty((6, 0), int)] * 2)
+    loop.executor.wait = lambda ticket: replace(wait(ticket), prompt_logprobs=scores)  # type: ignore[method-assign]
+    loop.core._launch()
+    loop.core.abort("first")
+    (output,) = loop.core.step()
+    assert [one and one.logprob for one in output.prompt_logprobs or ()] == [None, 3.0, 4.0, 5.0]

@@ -116,3 +116,10 @@ async def test_what_waits_for_an_engine_that_hangs_goes_to_another_or_ends(
     assert stream.text.endswith("data: [DONE]\n\n")
     assert [answer.text for answer in others] == ["well"] * 3
     assert {b"stream", b"whole"} <= set(asked)
+
+
+def test_what_a_lost_engine_held_is_forgotten() -> None:
+    front = Front([Replica(number, Mock(poll=lambda: None), "") for number in range(2)])
+    front._holders.add([b"key"], 0)
+    front._lost(front._replicas[0])
+    assert front._holders.choose([b"key"], 1, lambda _: 0, 16) == (1, 0)

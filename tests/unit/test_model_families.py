@@ -43,13 +43,10 @@ SMOLLM = COMMON | {
     "rope_theta": 5000000.0,
     "use_sliding_window": False,
 }
-OLMO = COMMON | {
-    "architectures": ["Olmo2ForCausalLM"],
-    "model_type": "olmo2",
-    "rope_scaling": None,
-    "rope_theta": 500000,
-    "tie_word_embeddings": False,
-}
+OLMO = COMMON | json.loads("""{
+    "architectures": ["Olmo2ForCausalLM"], "model_type": "olmo2", "rope_scaling": null, "rope_theta": 500000,
+    "tie_word_embeddings": false
+}""")
 GRANITE = COMMON | json.loads("""{
     "architectures": ["GraniteForCausalLM"], "model_type": "granite", "attention_multiplier": 0.015625,
     "embedding_multiplier": 12.0, "logits_scaling": 8.0, "residual_multiplier": 0.22, "rope_scaling": null,
@@ -66,14 +63,10 @@ QWEN3_MOE = COMMON | json.loads("""{
     "num_experts": 128, "num_experts_per_tok": 8, "rope_scaling": null, "rope_theta": 1000000.0,
     "sliding_window": null, "use_sliding_window": false
 }""")
-QWEN2_MOE = QWEN3_MOE | {
-    "architectures": ["Qwen2MoeForCausalLM"],
-    "model_type": "qwen2_moe",
-    "max_window_layers": 21,
-    "norm_topk_prob": False,
-    "shared_expert_intermediate_size": 5632,
-    "sliding_window": 32768,
-}
+QWEN2_MOE = QWEN3_MOE | json.loads("""{
+    "architectures": ["Qwen2MoeForCausalLM"], "model_type": "qwen2_moe", "max_window_layers": 21,
+    "norm_topk_prob": false, "shared_expert_intermediate_size": 5632, "sliding_window": 32768
+}""")
 YARN = {"factor": 4.0, "original_max_position_embeddings": 8192, "type": "yarn"}
 
 PUBLISHED = {

@@ -291,3 +291,13 @@ def test_a_large_chunk_weighs_more_in_the_prefill_rate_than_a_small_one() -> Non
     tokens, ms = (sum(of) for of in zip(*((p.chunk_tokens, p.decode_ms or 0.0) for p in plans), strict=True))
     assert mixed.prefill_ms_per_token == pytest.approx(ms / tokens, rel=0.1)
     assert mixed.prefill_ms_per_token < sum((p.decode_ms or 0.0) / p.chunk_tokens for p in plans) / 4
+
+
+@pytest.mark.parametrize("decode_rows", [250, 256])
+def test_some_prompt_rows_join_however_many_decode(decode_rows: int) -> None:
+    plan = planner("mixed", max_chunk_tokens=256).plan(load_of(decoding(decode_rows), 1000))
+    assert (plan.policy, plan.chunk_tokens) == ("mixed", TUNING.row_step)
+
+
+def test_a_fixed_chunk_is_no_larger_where_nothing_decodes() -> None:
+    assert planner("mixed:512").plan(load_of(None, 4000)).chunk_tokens == 512

@@ -321,3 +321,23 @@ def test_under_a_tpot_target_the_highest_throughput_that_holds_it_is_taken(load:
     if plan.bound in ("tpot", "ttft") and plan.decode and holding:
         least = TUNING.urgent_throughput if plan.bound == "ttft" else 1.0
         assert worth(chosen(plan)) >= least * max(map(worth, holding))
+
+
+def test_a_lead_counts_though_decode_alone_misses_the_target() -> None:
+    # A step of 64 rows takes 7.3 ms. Only without the lead does the target count for nothing.
+    for budget_ms, bound in ((8.0, "tpot"), (None, "throughput")):
+        assert planner().plan(load_of(decoding(64, tpot=7.0, budget=budget_ms), 4000)).bound == bound
+
+
+def test_a_step_is_worth_its_rows_in_a_step_of_all_once_the_prompts_have_joined() -> None:
+    auto, load = planner(), load_of(decoding(64, tpot=15.0), 500, 500)
+    before_ms, joined_ms = (model().decode(rows, rows * 1000).ms for rows in (64, 66))
+    assert auto.plan(load).options[0].throughput == pytest.approx(joined_ms * 64 / 66 / before_ms)
+    # Larger batches are measured to take twice as long: then no step is worth more than it takes.
+    auto.corrections["solo", "step", 128] = 2.0
+    assert auto.plan(load).options[0].throughput == 1.0
+
+
+def test_the_rest_of_a_prompt_under_way_is_paced_too() -> None:
+    load = dataclasses.replace(load_of(decoding(64), 6000), queued_tokens=0, steps_left=2)
+    assert planner().plan(load).chunk_tokens == 2 * TUNING.paced_rows - 64

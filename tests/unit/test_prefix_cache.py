@@ -373,3 +373,16 @@ def test_lowest_blocks_come_first_and_are_used_again() -> None:
     assert pool.grow(2, 4 * POOL_BLOCK_TOKENS)
     assert pool.owned(2) == [1, 2, 3, 5]
     assert pool.peak_used == 5
+
+
+def test_a_writer_is_no_less_urgent_for_those_who_await_it() -> None:
+    loop = Loop("serial", chunk_tokens=8, max_num_seqs=4)
+    writer, patient, other = loop.add(TEXT[:30]), loop.add(TEXT[:31]), loop.add(5)
+    loop.launch()
+    writer.deadline_s, queue = 9.0, loop.scheduler.queue
+    for sequence, deadline_s in ((other, 12.0), (patient, 20.0)):
+        queue.remove(sequence)
+        sequence.deadline_s = deadline_s
+        queue.add(sequence)
+    assert list(queue.ordered([writer], 0.0, 0.01)) == [writer, other]
+    loop.drain()

@@ -1,15 +1,18 @@
 """What rank 0 makes of a failure, without other processes."""
 
 import threading
+from dataclasses import replace
 from typing import Any
 from unittest.mock import Mock, call
 
 import pytest
 
-from bullet_graph.errors import RankError
+from bullet_graph.errors import ConfigError, LateError, RankError
 from bullet_graph.runtime import ranks as ranks_module
 from bullet_graph.runtime.executor import clear_frames
-from bullet_graph.runtime.ranks import RankedExecutor, Ranks
+from bullet_graph.runtime.memory import DeviceMemory, MemoryLedger
+from bullet_graph.runtime.ranks import RankedExecutor, Ranks, as_failure
+from bullet_graph.runtime.tensor_parallel import agreed
 
 
 def test_no_token_of_a_launch_that_a_failure_has_ended() -> None:
@@ -98,3 +101,16 @@ def test_what_a_failed_device_holds_is_never_freed(monkeypatch: pytest.MonkeyPat
     assert kept.mock_calls == [call(stuck)]
     ended.close.assert_called_once()
     ranks.stop()
+
+
+@pytest.mark.parametrize(("own", "others", "least"), [(5, (9, 7), 5), (9, (7, 8), 7)])
+def test_the_rank_with_the_least_room_decides_rank_0_included(own: int, others: tuple[int, ...], least: int) -> None:
+    ranks = Mock(gather=lambda name: [(name, blocks) for blocks in others])
+    ledger = MemoryLedger(DeviceMemory(1000, 1000), 1000, 0, 0, 0, 0, 10 * own, own)
+    assert agreed(ranks, ledger) == replace(ledger, num_kv_blocks=least, kv_cache_bytes=10 * least)
+    ranks.send.assert_called_once_with("blocks", least)
+
+
+def test_a_ranks_error_keeps_its_kind_where_that_takes_a_text_alone() -> None:
+    found = [as_failure(1, kind, "no") for kind in (ConfigError, LateError, ValueError)]
+    assert [type(error) for error in found] == [ConfigError, RankError, RankError]

@@ -4,7 +4,7 @@ import asyncio
 import json
 import time
 from types import SimpleNamespace
-from unittest.mock import Mock
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 from fastapi.exceptions import RequestValidationError
@@ -16,10 +16,13 @@ from bullet_graph import CompletionOutput, ConfigError, EngineDeadError, PromptE
 from bullet_graph.serve.app import watch
 from bullet_graph.serve.errors import ApiError
 from bullet_graph.serve.formats import ChatFormat, CompletionFormat, token_texts
-from bullet_graph.serve.limits import Gate
+from bullet_graph.serve.generation import Generation
+from bullet_graph.serve.limits import Gate, LimitMiddleware
 from bullet_graph.serve.metrics import ServerMetrics
 from bullet_graph.serve.protocol import _HARMLESS, ChatCompletionRequest, CompletionRequest
+from bullet_graph.serve.settings import ServeSettings
 from bullet_graph.serve.tools import FORMATS, ToolCallParser
+from bullet_graph.slo import NO_TARGETS, Slo
 
 
 class Clock:
@@ -276,3 +279,24 @@ def test_a_huge_wrong_body_is_refused_in_little_time_and_few_words(body: dict[st
     assert len(str(told)) < 1000
     assert len(told.json()) < 1500
     assert time.perf_counter() - begin_s < 0.5
+
+
+async def test_a_body_in_parts_is_held_no_longer_than_its_request() -> None:
+    limits = LimitMiddleware(AsyncMock(), ServeSettings(served_model_name="m"))
+    parts = [{"type": "http.request", "body": b"x" * 5, "more_body": more} for more in (True, False)]
+    await limits({"type": "http", "path": "/", "headers": [], "method": "POST"}, AsyncMock(side_effect=parts), Mock())
+    assert limits._held_bytes == 0
+
+
+def test_requests_without_targets_say_nothing_of_attainment() -> None:
+    metrics, times = ServerMetrics("m", Mock(), Mock(), None), Mock(ttft_ms=1.0, e2e_ms=2.0, tpot_ms=1.0)
+    for slo, missed in ((NO_TARGETS, ()), (Slo(ttft_ms=9), ()), (Slo(ttft_ms=0.5), ("ttft",))):
+        metrics.finished(Mock(metrics=times, slo=slo, missed_targets=missed))
+    assert metrics._slo_attainment == 0.5
+
+
+def test_min_tokens_raises_the_default_limit_of_an_output() -> None:
+    found, engine = Generation.__new__(Generation), SimpleNamespace(max_model_len=50)
+    found.__dict__.update(_engine=Mock(engine=engine), _settings=Mock(max_prompt_tokens=None), _defaults={})
+    limits = [found._max_tokens(CompletionRequest(prompt=[1], min_tokens=least), 10) for least in (None, 5, 30)]
+    assert limits == [16, 16, 30]
