@@ -15,14 +15,9 @@ from bullet_graph import Engine, ModelError, SamplingParams
 
 PROMPT = list(range(5, 25))
 # The engine's own default would sample from all tokens at temperature 1.
-MODELS_OWN = {
-    "temperature": 0.7,
-    "top_k": 1,
-    "top_p": 0.9,
-    "min_p": 0.01,
-    "repetition_penalty": 1.3,
-    "max_new_tokens": 7,
-}
+MODELS_OWN = json.loads("""{
+    "temperature": 0.7, "top_k": 1, "top_p": 0.9, "min_p": 0.01, "repetition_penalty": 1.3, "max_new_tokens": 7
+}""")
 
 
 @pytest.fixture(scope="module")

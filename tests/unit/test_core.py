@@ -425,3 +425,25 @@ def test_scores_go_to_their_request_though_one_before_it_was_aborted() -> None:
     loop.core.abort("first")
     (output,) = loop.core.step()
     assert [one and one.logprob for one in output.prompt_logprobs or ()] == [None, 3.0, 4.0, 5.0]
+
+
+@pytest.mark.parametrize("scored", [None, 0])
+def test_a_chunk_that_is_scored_says_nothing_of_the_prediction(scored: int | None) -> None:
+    planner = _Scripted(Plan("solo", decode=False, chunk_tokens=64, decode_ms=7.0))
+    loop, params = CoreLoop(planner), SamplingParams(max_tokens=2, prompt_logprobs=scored)
+    sequence = Sequence("one", 0, np.arange(64, dtype=np.int32), params, 0, frozenset())
+    loop.core.add(Request([Sample(sequence, None)], OutputKind.FINAL_ONLY))
+    while loop.core.has_unfinished_requests():
+        loop.core.step()
+    assert planner.observed == ([("solo", "slice", 64, 7.0)] if scored is None else [])
+
+
+@pytest.mark.parametrize("output_tokens", [1, 2])
+def test_a_prompt_whose_only_token_is_its_first_will_not_decode(output_tokens: int) -> None:
+    loop = CoreLoop("split:48")
+    loop.add(8, 500)
+    loop.step()
+    name = loop.add(1000, output_tokens)
+    while not any(launch.ends_chunk for launch in loop.core.in_flight["prefill"]):
+        loop.step()
+    assert list(loop.core._decoding_next()) == [loop.sequences[name]] * (output_tokens - 1)

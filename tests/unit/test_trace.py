@@ -81,17 +81,10 @@ def test_what_is_written_is_read_back(path: Path) -> None:
     trace.retired(5, 7.5, 8.5)
     finish(trace, RequestMetrics(6.0, 6.5, (7.0, 7.25)), Slo(ttft_ms=100, ttft_ms_per_token=2), "stop")
     trace.close()
-    option = {
-        "policy": "split",
-        "decode_sms": 32,
-        "chunk_tokens": 2048,
-        "slice_layers": 4,
-        "interval_ms": 11.5,
-        "prefill_tokens_per_s": None,
-        "throughput": 1.2,
-        "measured": True,
-        "holds_tpot": True,
-    }
+    option = json.loads("""{
+        "policy": "split", "decode_sms": 32, "chunk_tokens": 2048, "slice_layers": 4, "interval_ms": 11.5,
+        "prefill_tokens_per_s": null, "throughput": 1.2, "measured": true, "holds_tpot": true
+    }""")
     # What has no limit is null, as JSON has no infinity. A lane that is not confined has all SMs.
     decided = Decision(0, 7.0, 3, 2, 300, 150, 12.5, None, "split", True, 2048, 4, 32, 100, "tpot", (option,), 1)
     step = TracedLaunch(5, "decode", 0, 7.25, "split", 3, 0, 4, 32, 132, 9.0, 7.5, 8.5)
@@ -429,17 +422,10 @@ def test_chrome_trace(tmp_path: Path) -> None:
     assert [threads[e["tid"]] for e in launches] == [f"{lane} lane" for lane in lanes]
     prefill = launches[2]
     assert (prefill["ts"], prefill["dur"]) == pytest.approx((150_000, 200_000))
-    assert prefill["args"] == {
-        "policy": "split",
-        "decision": 1,
-        "decode_rows": 0,
-        "prefill_rows": 512,
-        "layers": 4,
-        "decode_sms": 32,
-        "prefill_sms": 100,
-        "predicted_ms": 240.0,
-        "measured_ms": 200.0,
-    }
+    assert prefill["args"] == json.loads("""{
+        "policy": "split", "decision": 1, "decode_rows": 0, "prefill_rows": 512, "layers": 4, "decode_sms": 32,
+        "prefill_sms": 100, "predicted_ms": 240.0, "measured_ms": 200.0
+    }""")
     counters = {
         name: [(round(e["ts"] / 1e3), e["args"][name]) for e in events if e["ph"] == "C" and e["name"] == name]
         for name in ("running", "waiting", "decode SMs", "prefill SMs")
