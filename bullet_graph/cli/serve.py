@@ -84,6 +84,8 @@ def serve(
             f"  API {url}/v1, described at {url}/docs; live page {url}/; metrics {url}/metrics"
         )
         on_started = partial(click.echo, message, err=True)
+        if access_log:
+            log_requests()
         if data_parallel_size > 1:
             require_extra("--data-parallel-size", "aiohttp", extra="serve")
             from bullet_graph.cli.replicas import serve_replicas  # noqa: PLC0415
@@ -92,8 +94,6 @@ def serve(
                 data_parallel_size, config, server, listener, on_started, access_log=access_log, warmup=warmup
             )
             return
-        if access_log:
-            log_requests()
         engine = AsyncEngine(open_engine(config, quiet=False, trace_decisions=trace_decisions))
         if warmup:
             asyncio.run(warm_up(engine))

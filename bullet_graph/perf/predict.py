@@ -7,19 +7,10 @@ from itertools import accumulate
 
 from bullet_graph.errors import PerfTableError
 from bullet_graph.hardware import gpu_spec
+from bullet_graph.perf import table as tables
 from bullet_graph.perf.performance import OPENED_ROWS, Prediction, SplitPrediction, attention_pairs, tile_of
 from bullet_graph.perf.roofline import CHUNK_STEP_TOKENS, DecoderShape, Roofline
 from bullet_graph.perf.surface import NOTHING_MEASURED, Surface, clamp_cells, fill_like, fill_surface, nodes_around
-from bullet_graph.perf.table import (
-    PerfTable,
-    PointKind,
-    ProfilePoint,
-    format_name,
-    median_ms,
-    rank_differences,
-    shape_numbers,
-    table_file_name,
-)
 
 _DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
@@ -42,7 +33,7 @@ class TableModel:
     Raises PerfTableError where the table is of an interrupted profile, or of another model.
     """
 
-    def __init__(self, table: PerfTable, shape: DecoderShape) -> None:
+    def __init__(self, table: tables.PerfTable, shape: DecoderShape) -> None:
         _check(table, shape)
         key = table.key
         num_sms = key.num_sms
@@ -145,26 +136,26 @@ class TableModel:
         )
 
 
-Timed = list[tuple[ProfilePoint, tuple[float, ...]]]
+Timed = list[tuple[tables.ProfilePoint, tuple[float, ...]]]
 """Points, and the times of each in ms."""
 
 
-def _of(table: PerfTable, kind: PointKind) -> Timed:
-    return [(point, median_ms(repeats)) for point, repeats in table.points.items() if point.kind == kind]
+def _of(table: tables.PerfTable, kind: tables.PointKind) -> Timed:
+    return [(point, tables.median_ms(repeats)) for point, repeats in table.points.items() if point.kind == kind]
 
 
-def _check(table: PerfTable, shape: DecoderShape) -> None:
+def _check(table: tables.PerfTable, shape: DecoderShape) -> None:
     if not table.complete:
         raise PerfTableError(
             "a complete performance table is required, this one is of an interrupted profile: "
             "run `bullet-graph profile` again to resume it"
         )
-    required = shape_numbers(shape)
-    if ranks := rank_differences(required, table.key.shape):
+    required = tables.shape_numbers(shape)
+    if ranks := tables.rank_differences(required, table.key.shape):
         raise PerfTableError(
             f"the performance table is of {table.key.model} on other ranks: {'; '.join(ranks)}. Take the table "
-            f"{table_file_name(table.key.gpu, table.key.model, format_name(table.key.dtype, required))}, or "
-            "run `bullet-graph profile` with this tensor_parallel_size"
+            f"{tables.table_file_name(table.key.gpu, table.key.model, tables.format_name(table.key.dtype, required))}, "
+            "or run `bullet-graph profile` with this tensor_parallel_size"
         )
     if dict(table.key.shape) != required:
         raise PerfTableError(

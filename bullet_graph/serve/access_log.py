@@ -39,7 +39,10 @@ class Tally:
 
 
 class AccessLog:
-    """Gives each request a :class:`Tally`, answers with its id as ``X-Request-Id``, and logs its end at INFO."""
+    """Gives each request a :class:`Tally`, answers with its id as ``X-Request-Id``, and logs its end at INFO.
+
+    Where an engine behind this server has answered, its id stays, and the line here is at DEBUG.
+    """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -48,14 +51,15 @@ class AccessLog:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        begin_s, status = time.monotonic(), _CLIENT_LEFT
+        begin_s, status, is_passed_on = time.monotonic(), _CLIENT_LEFT, False
         tally = scope["tally"] = Tally()
 
         async def send_with_id(message: Message) -> None:
-            nonlocal status
+            nonlocal status, is_passed_on
             if message["type"] == "http.response.start":
-                status = message["status"]
-                message = {**message, "headers": [*message["headers"], (b"x-request-id", tally.request_id.encode())]}
+                status, own = message["status"], (b"x-request-id", tally.request_id.encode())
+                is_passed_on = own[0] in dict(message["headers"])
+                message = message if is_passed_on else {**message, "headers": [*message["headers"], own]}
             await send(message)
 
         try:
@@ -67,7 +71,7 @@ class AccessLog:
             # As it was sent: a decoded path could hold line breaks. Without the query, which may hold secrets.
             path = scope["raw_path"].partition(b"?")[0]
             logger.log(
-                logging.DEBUG if path in _POLLED and status < 400 else logging.INFO,
+                logging.DEBUG if is_passed_on or (path in _POLLED and status < 400) else logging.INFO,
                 "%s %s %s %d %.1f ms prompt_tokens=%d output_tokens=%d request_id=%s",
                 (scope["client"] or ("-",))[0],
                 scope["method"],

@@ -25,6 +25,7 @@ from starlette.routing import Mount, Route
 from starlette.types import Message, Scope
 
 from bullet_graph.routing import PrefixHolders, ranked
+from bullet_graph.serve.access_log import AccessLog
 from bullet_graph.serve.errors import ApiError, shutting_down
 from bullet_graph.serve.forward import EngineGoneError, Forwarder
 from bullet_graph.serve.limits import Drained, LimitMiddleware
@@ -239,4 +240,5 @@ def front_app(front: Front, settings: ServeSettings) -> Starlette:
     routes = [Route("/health", health), Route("/metrics", metrics), Mount("", app=front)]
     app = Starlette(routes=routes, lifespan=lifespan)
     app.add_middleware(LimitMiddleware, settings=settings)
+    app.add_middleware(AccessLog)
     return app

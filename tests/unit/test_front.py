@@ -1,6 +1,7 @@
 """The front of several engines on one host, before engines that are faked."""
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -42,7 +43,8 @@ async def healthy(_: web.Request) -> web.Response:
 
 def refusing(error: ApiError) -> Answer:
     async def answer(_: web.Request) -> web.Response:
-        return web.Response(status=error.status, body=error.json(), content_type="application/json")
+        headers = {"X-Request-Id": "engine's"}
+        return web.Response(status=error.status, body=error.json(), content_type="application/json", headers=headers)
 
     return answer
 
@@ -82,11 +84,16 @@ async def test_a_dead_engine_in_a_living_process_gets_no_more_requests(tmp_path:
     assert len(asked) == 1
 
 
-async def test_another_refusal_is_passed_on(tmp_path: Path) -> None:
+async def test_other_refusals_are_passed_on_and_own_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     refusal = shutting_down()
+    caplog.set_level(logging.INFO, logger="bullet_graph.serve.access_log")
     async with front_of(tmp_path, [(refusing(refusal), healthy)]) as client:
         answers = [await client.post("/v1/completions") for _ in range(2)]
+        own = await client.post("/v1/completions", headers={"Host": "evil.example"})
     assert [(answer.status_code, answer.content) for answer in answers] == [(503, refusal.json())] * 2
+    assert [answer.headers["X-Request-Id"] for answer in answers] == ["engine's"] * 2
+    (line,) = [record.getMessage() for record in caplog.records if " /v1/completions 403 " in record.getMessage()]
+    assert line.endswith(own.headers["X-Request-Id"])
 
 
 async def test_what_waits_for_an_engine_that_hangs_goes_to_another_or_ends(

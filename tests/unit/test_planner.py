@@ -119,8 +119,7 @@ class TestSizesOfTheDecodeLane:
 
     def test_auto_does_without_splits(self) -> None:
         lone = Planner(Policy("auto"), max_chunk_tokens=2048, decode_sms=(), model=model())
-        plan = lone.plan(load_of(decoding(64, tpot=20.0), 4000))
-        assert {o.policy for o in plan.options} == {"solo", "mixed"}
+        assert {o.policy for o in lone.plan(load_of(decoding(64, tpot=20.0), 4000)).options} == {"solo", "mixed"}
 
 
 class TestSerialAndMixed:
@@ -293,11 +292,8 @@ def test_a_large_chunk_weighs_more_in_the_prefill_rate_than_a_small_one() -> Non
     assert mixed.prefill_ms_per_token < sum((p.decode_ms or 0.0) / p.chunk_tokens for p in plans) / 4
 
 
-@pytest.mark.parametrize("decode_rows", [250, 256])
-def test_some_prompt_rows_join_however_many_decode(decode_rows: int) -> None:
-    plan = planner("mixed", max_chunk_tokens=256).plan(load_of(decoding(decode_rows), 1000))
-    assert (plan.policy, plan.chunk_tokens) == ("mixed", TUNING.row_step)
-
-
-def test_a_fixed_chunk_is_no_larger_where_nothing_decodes() -> None:
+def test_a_chunk_has_some_rows_however_many_decode_and_no_more_where_none_does() -> None:
+    for decode_rows in (250, 256):
+        plan = planner("mixed", max_chunk_tokens=256).plan(load_of(decoding(decode_rows), 1000))
+        assert (plan.policy, plan.chunk_tokens) == ("mixed", TUNING.row_step)
     assert planner("mixed:512").plan(load_of(None, 4000)).chunk_tokens == 512

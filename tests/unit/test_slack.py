@@ -37,8 +37,7 @@ def load_of(*rows: RowProgress, now_s: float = 10.0, solo_ms=solo):
 
 def average_ms(row: RowProgress, now_s: float, intervals_ms: list[float]) -> float:
     """TPOT of the row if its next tokens come at these intervals from now on."""
-    elapsed_ms = (now_s - row.first_token_s) * 1e3 + sum(intervals_ms)
-    return elapsed_ms / (row.num_tokens - 1 + len(intervals_ms))
+    return ((now_s - row.first_token_s) * 1e3 + sum(intervals_ms)) / (row.num_tokens - 1 + len(intervals_ms))
 
 
 class TestDecodeLoad:
