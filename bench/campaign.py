@@ -85,7 +85,7 @@ class Campaign:
         self._deadline_s = time.monotonic() + time_limit_s
         self._notes = results / "campaign.json"
         self._done: set[str] = set(json.loads(self._notes.read_text("utf-8"))) if self._notes.exists() else set()
-        self._lock = threading.Lock()
+        self._lock, self._begun = threading.Lock(), list[subprocess.Popen[bytes]]()
         self._free: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         for gpu in gpus:
             self._free.put(gpu)
@@ -97,8 +97,14 @@ class Campaign:
         threads = [threading.Thread(target=self._run_job, args=(job, outcomes), name=job.name) for job in self._jobs]
         for thread in threads:
             thread.start()
-        for thread in threads:
-            thread.join()
+        try:
+            for thread in threads:
+                thread.join()
+        except KeyboardInterrupt:
+            self._deadline_s = 0.0
+            for process in self._begun:
+                process.send_signal(signal.SIGINT)  # nothing where it has ended
+            raise
         return [outcome for job in self._jobs for outcome in outcomes[job.name]]
 
     def _run_job(self, job: Job, outcomes: dict[str, list[Outcome]]) -> None:
@@ -124,9 +130,9 @@ class Campaign:
         words = [sys.executable if word == "python" else word for word in shlex.split(command)]
         start_s = time.monotonic()
         with (self._results / f"{job.name}-{number}.log").open("ab") as log:
-            process = subprocess.Popen(
-                words, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
-            )
+            out = {"stdout": log, "stderr": subprocess.STDOUT}
+            process = subprocess.Popen(words, env=environment, start_new_session=True, **out)
+            self._begun.append(process)
             try:
                 process.wait(max(self._deadline_s - start_s, 0.0))
             except subprocess.TimeoutExpired:

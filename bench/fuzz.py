@@ -124,8 +124,7 @@ def attack_socket(url: str, rng: random.Random, findings: Findings) -> None:
         if rng.random() < 0.5:
             peer.shutdown(socket.SHUT_WR)
         answer = peer.recv(4096)
-        status = int(answer[9:12]) if answer.startswith(b"HTTP/1.1 ") else 0
-        findings.answered("socket", status)
+        findings.answered("socket", int(answer[9:12]) if answer.startswith(b"HTTP/1.1 ") else 0)
 
 
 def attack_reader(url: str, rng: random.Random, findings: Findings) -> None:

@@ -50,7 +50,7 @@ def command_of(settings: dict[str, Any], cell: dict[str, Any], run: Run) -> list
         "gpu": gpu_nickname(settings["device_name"]),
         "model": settings["model"],
         "trace": cell["workload"],
-        "goodput": cell["slo"].replace("ms", ""),
+        "goodput": cell["slo"],
         "first-rate": run["request_rate"],
         "burstiness": run.get("burstiness", 1.0),
         "max-runs": 1,

@@ -281,8 +281,7 @@ def share(fleet: Fleet, traffic: Traffic) -> Outcome:
         end_s = now_s + first_s + tokens * tpot_s
         return first_s + tokens * decode_s, end_s, end_s
 
-    requests = traffic.workload.requests
-    loads = [r.prompt_tokens * prefill_s + r.output_tokens * decode_s for r in requests]
+    loads = [r.prompt_tokens * prefill_s + r.output_tokens * decode_s for r in traffic.workload.requests]
     router = fleet.make_router(fleet.machines, loads)
     routes = traffic.route(router, estimate, with_outputs=True)
     indices_of = _by_machine(traffic, routes, fleet.machines)

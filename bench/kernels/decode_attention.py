@@ -77,8 +77,7 @@ def main(model: str, layers: int, lane_sms: int, output_json: Path) -> None:
         rows, context, spread = case
         kv_lens = lengths(*case)
         paged = paged_batch(kv_lens, num_blocks)
-        batch = DecodeBatch(paged.kv_indptr, paged.kv_indices, paged.last_block_tokens)
-        plan = attention.plan(batch, num_sms=sms)
+        plan = attention.plan(DecodeBatch(paged.kv_indptr, paged.kv_indices, paged.last_block_tokens), num_sms=sms)
         q = random_tensor(rows, config.num_heads, config.head_dim)
         layer_rows, out = LayerRows(q, q, q), torch.empty_like(q)
 

@@ -55,8 +55,7 @@ def random_linear(config: ModelConfig, rows: int, columns: int) -> Linear:
 
 def ways(config: ModelConfig, layers: list[dict[str, Linear]], rows: int) -> dict[str, tuple[Run, float]]:
     """What is measured by name: a run over all layers, and its operations per layer."""
-    shapes = layer_projections(config)
-    inputs = {name: random_tensor(rows, columns) for name, (_, columns) in shapes.items()}
+    inputs = {name: random_tensor(rows, columns) for name, (_, columns) in layer_projections(config).items()}
 
     def over_layers(step: Callable[[dict[str, Linear]], object]) -> Run:
         def run() -> None:

@@ -210,7 +210,9 @@ class Comparison:
         """A client of the cell's system, under the cell's setting and targets."""
         system = self._systems[cell.system.resident]
         self._runner.run(system.configure(cell.system.setting, cell.slo))
-        return self._new_client(system, backend=cell.system.label)
+        # A server by its URL may be on another machine.
+        watched = {"probe": lambda: None} if cell.system.kind == "openai" else {}
+        return self._new_client(system, backend=cell.system.label, **watched)
 
     def _warm_up(self, cell: Cell[Candidate]) -> None:
         # Other prompts than in any run.

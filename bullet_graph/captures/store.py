@@ -21,15 +21,7 @@ from typing import Any
 from filelock import FileLock, Timeout
 from platformdirs import user_cache_path
 
-from bullet_graph.captures.manifest import (
-    MAX_MANIFEST_BYTES,
-    REBUILD,
-    Difference,
-    Manifest,
-    check_files,
-    open_regular,
-    printable,
-)
+from bullet_graph.captures import manifest as manifests
 from bullet_graph.errors import CacheError
 
 MANIFEST_NAME = "manifest.json"
@@ -59,7 +51,7 @@ class Entry:
     """
 
     folder: Path
-    manifest: Manifest
+    manifest: manifests.Manifest
     last_used: datetime
     rejection: str | None = None
     copy: Path | None = None
@@ -77,7 +69,7 @@ class Entry:
     def problems(self, copy_to: Path | None = None) -> tuple[str, ...]:
         """Why it must not be used: files that are not as listed, or a rejection. Hashes every file, and may copy it."""
         rejected = () if self.rejection is None else (f"it was rejected: {self.rejection}",)
-        return (*rejected, *check_files(self.folder / FILES_NAME, self.manifest.files, copy_to))
+        return (*rejected, *manifests.check_files(self.folder / FILES_NAME, self.manifest.files, copy_to))
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +85,7 @@ class Lookup:
     """What the store has for a fingerprint and a plan: the nearest entry, and in what it differs."""
 
     nearest: Entry | None
-    differences: tuple[Difference, ...]
+    differences: tuple[manifests.Difference, ...]
     damaged: tuple[DamagedEntry, ...]
 
     @property
@@ -163,23 +155,25 @@ class CaptureStore:
         folder, rejection = self._entries / name, None
         where = folder / MANIFEST_NAME
         with file_errors(f"entry {name} of {self.root} cannot be read, or has no manifest"):
-            with open_regular(where) as file:
-                data, status = file.read(MAX_MANIFEST_BYTES), os.fstat(file.fileno())
-            with suppress(FileNotFoundError), open_regular(folder / REJECTION_NAME) as file:
-                rejection = printable(file.read(_MAX_REASON_BYTES).decode(errors="replace"))
-        manifest = Manifest.parse(data, str(where))
+            with manifests.open_regular(where) as file:
+                data, status = file.read(manifests.MAX_MANIFEST_BYTES), os.fstat(file.fileno())
+            with suppress(FileNotFoundError), manifests.open_regular(folder / REJECTION_NAME) as file:
+                rejection = manifests.printable(file.read(_MAX_REASON_BYTES).decode(errors="replace"))
+        manifest = manifests.Manifest.parse(data, str(where))
         if manifest.entry_id != name or folder.is_symlink():
-            raise CacheError(f"{where} is the manifest of entry {manifest.entry_id}, or its folder a link; {REBUILD}")
+            raise CacheError(
+                f"{where} is the manifest of entry {manifest.entry_id}, or its folder a link; {manifests.REBUILD}"
+            )
         return Entry(folder, manifest, datetime.fromtimestamp(status.st_mtime, UTC), rejection)
 
     def find(self, fingerprint: Mapping[str, str], plan: Mapping[str, Any] | None) -> Lookup:
         """Look for an entry; ``plan`` None accepts any plan."""
         entries, damaged = self.entries()
-        found: list[tuple[Entry, tuple[Difference, ...]]] = []
+        found: list[tuple[Entry, tuple[manifests.Difference, ...]]] = []
         for entry in entries:
             differences = entry.manifest.differences(fingerprint, plan)
             if entry.rejection is not None:
-                differences += (Difference("self_check", entry.rejection, None),)
+                differences += (manifests.Difference("self_check", entry.rejection, None),)
             found.append((entry, differences))
         nearest, differences = min(found, key=lambda item: len(item[1]), default=(None, ()))
         return Lookup(nearest, differences, damaged)
@@ -197,7 +191,7 @@ class CaptureStore:
             # Read again under the lock: a rebuild may have taken its place.
             entry = self.read(entry.folder.name)
             if problems := entry.problems(copy_to):
-                raise CacheError(f"entry {entry.entry_id} is damaged: {'; '.join(problems)}; {REBUILD}")
+                raise CacheError(f"entry {entry.entry_id} is damaged: {'; '.join(problems)}; {manifests.REBUILD}")
             with suppress(OSError):
                 # The file's time says when the entry was last used; a read-only store does without.
                 os.utime(where)
@@ -230,7 +224,7 @@ class CaptureStore:
             return None if entry.problems() else entry
         return None
 
-    def place(self, manifest: Manifest, staged: Path) -> Entry:
+    def place(self, manifest: manifests.Manifest, staged: Path) -> Entry:
         """Make a staged folder the entry, at once; an earlier one of its name makes way. Needs its build lock.
 
         Raises CacheError where the earlier one is in use, or the store cannot be written.

@@ -15,6 +15,7 @@ from bullet_graph.cli.result_file import require_extra, to_json
 from bullet_graph.config import EngineConfig
 
 _EXTRA = ("ray", "pyarrow", "fastapi", "prometheus_client")
+_ANSWERS_DEPEND_ON = ("model", "revision", "load_format", "dtype", "quantization", "kv_cache_dtype", "seed")
 
 
 @click.command()
@@ -74,15 +75,15 @@ def batch(
 
     # Ray tells each step of a data set on stderr.
     logging.getLogger("ray.data").setLevel(logging.ERROR)
-    named = config.model if served_model_name is None else served_model_name
+    named, values = config.model if served_model_name is None else served_model_name, config.values()
     quiet = as_json or not sys.stderr.isatty()
     # Ray tells of workers that died on stdout.
     with contextlib.redirect_stdout(sys.stderr), tqdm(total=len(rows.custom_ids), unit="row", disable=quiet) as bar:
         report = run_batch(
             rows,
             folder,
-            config.values() | {"served_model_name": named},
-            identity={"model": config.model, "served_model_name": named},
+            values | {"served_model_name": named},
+            identity={"served_model_name": named} | {name: values[name] for name in _ANSWERS_DEPEND_ON},
             num_workers=num_workers,
             address=ray_address,
             on_progress=bar.update,

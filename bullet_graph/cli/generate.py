@@ -111,7 +111,8 @@ def _read_texts(texts: tuple[str, ...], ids: tuple[Any, ...], prompt_file: Path 
     """All text prompts; from standard input where none is given in another way."""
     prompts = list(texts)
     if prompt_file is not None:
-        prompts += [line for line in _decode(prompt_file.read_bytes(), str(prompt_file)).splitlines() if line.strip()]
+        text = _decode(prompt_file.read_bytes(), str(prompt_file)).replace("\r\n", "\n")
+        prompts += [line for line in text.split("\n") if line.strip()]
         if not prompts and not ids:
             raise PromptError(f"{prompt_file}: at least one line with a prompt is required, found none")
     elif not texts and not ids:

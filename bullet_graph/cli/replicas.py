@@ -68,7 +68,7 @@ def serve_replicas(
         host="0.0.0.0",
         max_connections=2**31,
         max_headers=settings.max_headers + 8,
-        max_header_bytes=settings.max_header_bytes + 4096,
+        max_header_bytes=2 * settings.max_header_bytes + 4096,  # some bytes become two
     )
     started: list[Replica] = []
     connections: list[Connection] = []

@@ -28,7 +28,7 @@ _WIDEST = 16
 
 def requests_for(rate: float) -> int:
     """How many requests a sustained run at a rate, in requests per second, has at least."""
-    return max(LEAST_REQUESTS, math.ceil(LEAST_SECONDS * rate))
+    return max(LEAST_REQUESTS, math.ceil(round(LEAST_SECONDS * rate, 6)))
 
 
 class RateRun(NamedTuple):

@@ -270,7 +270,7 @@ class OutputFolder:
         except (OSError, ValueError) as error:
             self._held.close()
             raise ConfigError(f"--output {self.path} must be a folder for this batch, but: {error}") from error
-        if other := [name for name, value in self._identity.items() if found.get(name) != value]:
+        if other := [name for name, value in self._identity.items() if found.get(name, value) != value]:
             self._held.close()
             raise ConfigError(
                 f"--output {self.path} holds the rows of another batch, which differs in {', '.join(other)}: give "

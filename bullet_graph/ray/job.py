@@ -21,7 +21,7 @@ import ray.data
 from pydantic_core import from_json
 from ray.util.annotations import RayDeprecationWarning
 
-from bullet_graph.errors import BulletGraphError, ConfigError, EngineDeadError
+from bullet_graph.errors import ConfigError, EngineDeadError
 from bullet_graph.ray.batch_files import BatchInput, OutputFolder, PartFile
 
 if TYPE_CHECKING:
@@ -68,9 +68,9 @@ class _Worker:
         try:
             self._engine: RowEngine = load("bullet_graph.ray.predictor", "RowEngine")(**settings)
             self._part = PartFile(Path(folder))
-        except (BulletGraphError, OSError) as error:
+        except Exception as error:
             # Raised here, Ray would start the actor again and again.
-            self._failure = str(error)
+            self._failure = str(error) or repr(error)
 
     async def __call__(self, rows: pa.Table) -> pa.Table:
         done = [0, 0, 0, 0]

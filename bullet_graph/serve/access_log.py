@@ -39,10 +39,7 @@ class Tally:
 
 
 class AccessLog:
-    """Gives each request a :class:`Tally`, answers with its id as ``X-Request-Id``, and logs its end at INFO.
-
-    Where an engine behind this server has answered, its id stays, and the line here is at DEBUG.
-    """
+    """Gives each request a :class:`Tally`, answers with its id as ``X-Request-Id``, and logs its end at INFO."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -58,7 +55,7 @@ class AccessLog:
             nonlocal status, is_passed_on
             if message["type"] == "http.response.start":
                 status, own = message["status"], (b"x-request-id", tally.request_id.encode())
-                is_passed_on = own[0] in dict(message["headers"])
+                is_passed_on = own[0] in dict(message["headers"])  # by an engine, which has logged it
                 message = message if is_passed_on else {**message, "headers": [*message["headers"], own]}
             await send(message)
 

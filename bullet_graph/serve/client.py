@@ -94,10 +94,11 @@ class OpenAiServer:
                         yield _new_token_ids(chunk, num_tokens) if request.is_followed else [0] * num_tokens
 
     async def live(self) -> dict[str, Any]:
-        """The figures of a ``bullet-graph serve``'s live page; empty for another server."""
+        """The figures of a ``bullet-graph serve``'s live page; empty for another server, and for several engines."""
         if self.settings.get("owned_by") != OWNER:
             return {}
-        async with self._session.get(f"{self._url.removesuffix('/v1')}/live") as response:
+        # One engine ignores the name; several refuse it, as none has the figures of all.
+        async with self._session.get(f"{self._url.removesuffix('/v1')}/live?replica=all") as response:
             return await response.json() if response.ok else {}
 
     async def close(self) -> None:

@@ -162,10 +162,10 @@ class Front(Forwarder, Drained):
                 raise
 
     def _asked(self, scope: Scope) -> Replica | None:
-        """The replica that a page or a figure is asked of: ``?replica=1``."""
-        named = parse_qs(scope["query_string"].decode("latin-1")).get("replica")
-        if scope["method"] != "GET" or not named:
+        """The replica that a page or a figure is asked of: ``?replica=1``, or the first."""
+        if scope["method"] != "GET":
             return None
+        named = parse_qs(scope["query_string"].decode("latin-1")).get("replica", [str(self.alive[0].number)])
         found = {str(replica.number): replica for replica in self.alive}
         if named[0] not in found:
             raise ApiError(404, f"`replica` must be one of {', '.join(found)}, found {named[0]:.20}")

@@ -248,7 +248,10 @@ class ToolCallParser:
         name = call.get("name")
         # Other answers in JSON may have a name as well.
         if not isinstance(name, str) or (arguments is None and not self._form.begin):
-            self._no_call()
+            if self._is_first:
+                self._no_call()
+            else:  # dropped, as all that follows a call
+                self._lead, self._held, self._mode = "", [], self._between
             return
         self._begin_call(name)
         self._tell(None, None, arguments if isinstance(arguments, str) else json.dumps(arguments or {}))

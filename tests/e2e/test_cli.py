@@ -164,6 +164,12 @@ def latency(*arguments: str) -> Result:
     return run("bench", "latency", *TINY, *arguments)
 
 
+def test_a_rank_moves_its_own_bytes() -> None:
+    short = ("--input-len", "20", "--output-len", "6", "--num-iters", "1", "--num-iters-warmup", "0", "--json")
+    one, two = (parsed(latency("--tensor-parallel-size", size, *short))["decode_step_bytes"] for size in ("1", "2"))
+    assert two < 0.6 * one
+
+
 def test_latency_figures() -> None:
     start_s = time.perf_counter()
     result = latency(
@@ -256,6 +262,8 @@ def test_text_from_every_source(model: Model, expected_text: str, tmp_path: Path
     ):
         assert result.exit_code == 0, result.output
         assert result.stdout == f"{expected_text}\n"
+    prompts.write_text("one\u2028prompt\r\n", encoding="utf-8")
+    assert "===" not in of_model(model, "--prompt-file", str(prompts)).stdout
 
 
 def test_several_prompts_are_labelled_and_in_order(model: Model, expected_text: str) -> None:

@@ -167,6 +167,7 @@ def test_a_worker_dies_and_each_row_is_there_once_and_a_restart_skips_what_is_wr
 
     # With all rows there, nothing starts.
     assert parsed(run(*command))["skipped"] == 500
+    assert "differs in dtype" in refused(run(*command, "--dtype", "bfloat16"))
     assert "differs in input" in refused(run(*command[:2], write(tmp_path / "other.jsonl", rows[:9]), *command[3:]))
 
 

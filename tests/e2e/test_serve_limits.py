@@ -200,20 +200,11 @@ def test_a_client_that_is_gone_altogether_ends_its_request(stuck: Stuck, waits_s
         served.wait_until_idle()
 
 
-@pytest.mark.parametrize(
-    ("host", "status"),
-    [
-        ("localhost:8000", 200),
-        ("127.0.0.1", 200),
-        ("[::1]:80", 200),
-        ("LOCALHOST", 200),
-        ("evil.example", 403),
-        ("localhost.evil.example:8000", 403),
-        ("evil.example@localhost.evil", 403),
-        ("[::2]", 403),
-        ("[localhost", 403),
-    ],
-)
+OURS = ["localhost:8000", "127.0.0.1", "[::1]:80", "LOCALHOST"]
+OTHERS = ["evil.example", "localhost.evil.example:8000", "evil.example@localhost.evil", "[::2]", "[localhost"]
+
+
+@pytest.mark.parametrize(("host", "status"), [*((host, 200) for host in OURS), *((host, 403) for host in OTHERS)])
 def test_pages_of_others_cannot_ask_through_a_browser(limited: Served, host: str, status: int) -> None:
     """By DNS rebinding: their name leads to this machine."""
     assert limited.http.get("/v1/models", headers={"Host": host}).status_code == status

@@ -2,9 +2,11 @@
 
 import importlib
 import json
+import os
 import re
 import shlex
 import signal
+import threading
 import time
 from pathlib import Path
 
@@ -63,6 +65,16 @@ def test_the_time_limit_interrupts_and_the_next_start_goes_on(tmp_path: Path) ->
     assert states([job], tmp_path, [None], time_limit_s=2) == ["done", "stopped", "not begun"]
     assert time.monotonic() - start_s < 20
     assert states([Job("slow", (APPEND % "first", APPEND % "last"))], tmp_path, [None]) == ["done before", "done"]
+
+
+def test_an_interrupt_ends_what_runs_and_begins_nothing(tmp_path: Path) -> None:
+    threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT)).start()
+    campaign = Campaign([Job("slow", (SLEEP, APPEND % "last"))], [None], tmp_path, time_limit_s=60)
+    with pytest.raises(KeyboardInterrupt):
+        campaign.run()
+    assert campaign._begun[0].wait(10) != 0
+    time.sleep(0.5)
+    assert len(campaign._begun) == 1
 
 
 def test_a_campaign_of_a_file_is_run_and_told(tmp_path: Path) -> None:

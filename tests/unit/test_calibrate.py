@@ -221,18 +221,11 @@ def test_trial_masks_are_masks_and_the_proof_has_its_own(seed: int, num_tpcs: in
     assert mask == trial_mask(seed, num_tpcs)
 
 
-@pytest.mark.parametrize(
-    ("seen", "exactly", "runs"),
-    [
-        ([{0, 1}], True, 1),
-        ([{0}, {1}], True, 2),
-        ([{0}, {0}, {0, 1}], True, 3),
-        ([{0}, {0}, {0}, {1}], False, 3),
-        ([{0, 1, 2}], False, 1),
-        ([{0, 2}, {1}], False, 2),
-        ([set(), set(), set()], False, 3),
-    ],
-)
+EXACT: list[tuple[list[set[int]], int]] = [([{0, 1}], 1), ([{0}, {1}], 2), ([{0}, {0}, {0, 1}], 3)]
+OTHERS = [([{0}, {0}, {0}, {1}], 3), ([{0, 1, 2}], 1), ([{0, 2}, {1}], 2), ([set(), set(), set()], 3)]
+
+
+@pytest.mark.parametrize(("exactly", "seen", "runs"), [(of is EXACT, *case) for of in (EXACT, OTHERS) for case in of])
 def test_an_sm_may_be_missed_but_not_added(seen: list[set[int]], exactly: bool, runs: int) -> None:
     script = iter(map(frozenset, seen))
     assert uses_exactly(frozenset({0, 1}), cast(SmidProbe, SimpleNamespace(run=lambda _: next(script))), 0) is exactly

@@ -100,14 +100,8 @@ def test_projections_that_stay_plain(tmp_path: Path, form: str) -> None:
     change_config(tmp_path, quantization_config=quantization | {key: names})
     with pytest.raises(UnsupportedModelError, match=r"names, and expressions of letters"):
         load_model_config(tmp_path)
-    names = [
-        "lm_head",
-        r"re:.*\.q_proj$",
-        "re:.*k_proj",
-        "v_proj",
-        "model.layers.0.mlp.down_proj",
-        "layers.1.mlp.down_proj",
-    ]
+    names = ["lm_head", r"re:.*\.q_proj$", "re:.*k_proj", "v_proj"]
+    names += ["model.layers.0.mlp.down_proj", "layers.1.mlp.down_proj"]
     change_config(tmp_path, quantization_config=quantization | {key: names})
     assert load_model_config(tmp_path).fp8 == Fp8Weights(form == BLOCKS, ("qkv", "down"), is_stored=True)
     for name, linear in projections(read_weights(tmp_path)).items():

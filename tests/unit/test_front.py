@@ -89,6 +89,7 @@ async def test_other_refusals_are_passed_on_and_own_logged(tmp_path: Path, caplo
     caplog.set_level(logging.INFO, logger="bullet_graph.serve.access_log")
     async with front_of(tmp_path, [(refusing(refusal), healthy)]) as client:
         answers = [await client.post("/v1/completions") for _ in range(2)]
+        assert (await client.get("/live?replica=all")).status_code == 404
         own = await client.post("/v1/completions", headers={"Host": "evil.example"})
     assert [(answer.status_code, answer.content) for answer in answers] == [(503, refusal.json())] * 2
     assert [answer.headers["X-Request-Id"] for answer in answers] == ["engine's"] * 2

@@ -26,6 +26,8 @@ RUNS = st.lists(st.builds(RateRun, st.floats(1, 100), st.floats(0, 1), st.boolea
 def test_a_sustained_run_has_two_minutes_and_three_hundred_requests() -> None:
     assert [requests_for(rate) for rate in (0.1, 2.5, 2.51, 20)] == [300, 300, 302, 2400]
     assert all(requests_for(rate) / rate >= 120 for rate in (2.6, 7.3, 22.7))
+    # The fastest rate of a trace needs just its requests.
+    assert all(requests_for(number / 120) == number for number in range(300, 20_000))
 
 
 # ---- what runs tell ----

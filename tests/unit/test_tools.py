@@ -51,6 +51,8 @@ CASES: list[tuple[ToolFormat, str, Parsed]] = [
     (HERMES, '<tool_call>{"name": "f", "arguments": {"a": 1', ("", [("f", '{"a": 1')])),
     (HERMES, "a < b <tool", ("a < b <tool", [])),
     (LLAMA, f'{{"name": "add", "parameters": {ADD}}}', ("", [("add", ADD)])),
+    (LLAMA, '{"name": "now", "parameters": {}}' + " " * 400 + '{"x": 1}', ("", [("now", NOW)])),
+    (HERMES, '<tool_call>{"name": "now", "arguments": {}} {"x": 1}</tool_call> bye', ("bye", [("now", NOW)])),
     (FORCED, '[\n\n{\n "name": "add", "param', ("", [])),
     (FORCED, "[ ", ("", [])),
     (

@@ -18,6 +18,7 @@ from bullet_graph.cli.tables import figure, mean_of, print_line, print_table, ta
 from bullet_graph.config import EngineConfig
 from bullet_graph.engine.engine import Engine
 from bullet_graph.errors import ConfigError
+from bullet_graph.models.sharding import shard
 from bullet_graph.perf.bandwidth import measure_copy_gb_per_s
 from bullet_graph.perf.metrics import RequestMetrics, summarize_ms
 from bullet_graph.perf.roofline import decode_step_bytes
@@ -90,7 +91,7 @@ def latency(
     step_ms = summarize_ms(gap for _, metrics in runs for gap in decode_gaps_ms(metrics))
     # The k-th decode step attends to input_len + k tokens, k from 1 to output_len - 1.
     step_bytes = decode_step_bytes(
-        runtime.model,
+        shard(runtime.model, config.tensor_parallel_size, 0, expert_parallel=config.expert_parallel),
         batch_size=batch_size,
         context_tokens=input_len + output_len / 2,
         dtype_bytes=runtime.dtype.itemsize,

@@ -6,6 +6,7 @@ import gc
 import itertools
 import math
 import sys
+import time
 from collections.abc import Callable, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -381,13 +382,16 @@ def serve(
                     "served model's folder or preset"
                 )
             client = server_client(server, runner, vocab_size)
-            warm_up(client, workload, num_warmups, slo=slo, seed=seed)
-            run = measure(client, workload, arrivals, slo=slo, label=None if output.as_json else "server")
+            # New ones each time: the server may hold those of an earlier command in its prefix cache.
+            prompt_seed, label = time.time_ns() % 2**31, None if output.as_json else "server"
+            warm_up(client, workload, num_warmups, slo=slo, seed=prompt_seed)
+            run = measure(client, workload, arrivals, slo=slo, prompt_seed=prompt_seed, label=label)
         finally:
             runner.run(server.close())
     told = run.fields()
     common: dict[str, Any] = {name: None for name in _ENGINE_FIELDS if name not in told}
     common |= {"model": client.model_id, "trace": workload.name, "seed": seed, "server": dict(server.settings)}
+    common |= {"prompt_seed": prompt_seed}
     title = f"{client.model_id} at {url}: {workload.name}, {slo}"
     emit_replays(title, {"server": run}, common, output, detailed=save_detailed)
 
