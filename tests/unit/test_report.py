@@ -140,7 +140,7 @@ def test_a_measured_run_is_simulated_by_its_own_settings(tmp_path: Path) -> None
     assert (found["system"], run["request_rate"]) == ("bullet_graph auto", 1.5)
     arguments = simulator_error.command_of(source.fields["settings"], found, run)
     words = "h200 llama-3.1-8b synthetic:conv --first-rate 1.5 --burstiness 0.5 --max-num-seqs 7 16384 2"
-    assert {*words.split(), "--kv-cache-bytes", str(160_016 * 65_536), "ttft:500 tpot:50"} <= set(arguments)
+    assert {*words.split(), "--kv-cache-bytes", str(160_016 * 65_536), "ttft:500ms tpot:50ms"} <= set(arguments)
     figures = simulator_error.simulated([*arguments, "--tensor-parallel-size", "1", "--smoke", "--num-prompts", "20"])
     assert list(figures) == ["auto", "mixed", "split"]
     assert {(run["request_rate"], run["backend"]) for run in figures.values()} == {(1.5, "bullet-graph simulate")}
