@@ -13,6 +13,7 @@ from tqdm import tqdm
 from bullet_graph.cli.options import COUNT, engine_options, json_option, parse_object
 from bullet_graph.cli.result_file import require_extra, to_json
 from bullet_graph.config import EngineConfig
+from bullet_graph.errors import ConfigError
 
 _EXTRA = ("ray", "pyarrow", "fastapi", "prometheus_client")
 _ANSWERS_DEPEND_ON = ("model", "revision", "load_format", "dtype", "quantization", "kv_cache_dtype", "seed")
@@ -70,6 +71,8 @@ def batch(
     # Ray's libraries are an extra, and --help works without them.
     from bullet_graph.ray.batch_files import read_input  # noqa: PLC0415
 
+    if folder.absolute().is_relative_to(Path(source).absolute()):
+        raise ConfigError(f"--output {folder} is in --input {source}, and would be read as input: give another folder")
     rows = read_input(source, request_defaults)
     from bullet_graph.ray.job import run_batch  # noqa: PLC0415
 

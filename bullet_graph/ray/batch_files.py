@@ -7,7 +7,7 @@ import os
 import re
 import uuid
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -129,7 +129,7 @@ def _json_rows(files: pafs.FileSystem, path: str) -> Iterator[tuple[str, Any]]:
                 continue
             where = f"{path}, line {number}"
             try:
-                yield where, from_json(line, allow_inf_nan=False)
+                yield where, from_json(line.removeprefix(b"\xef\xbb\xbf"), allow_inf_nan=False)
             except ValueError as error:
                 raise WorkloadError(f"{where}: a JSON object is required ({error}), found {line!r:.80}") from None
 
@@ -291,12 +291,13 @@ class OutputFolder:
             offset = 0
             with path.open("rb") as file:
                 for line in file:
-                    if line.endswith(b"\n"):
+                    # A torn or damaged line is no row, which is done again.
+                    with suppress(ValueError, KeyError, TypeError):
                         row = from_json(line)
                         status = row["response"]["status_code"]
                         place = _Place(path, offset, len(line), status >= 500, status >= 400)
                         known = self._places.get(row["custom_id"])
-                        if known is None or known.failed:
+                        if line.endswith(b"\n") and (known is None or known.failed):
                             self._places[row["custom_id"]] = place
                     offset += len(line)
 

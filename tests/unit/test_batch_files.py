@@ -32,10 +32,9 @@ def row(custom_id: str, status: int = 200) -> dict[str, Any]:
 
 
 def test_rows_of_both_forms_become_requests_with_defaults(tmp_path: Path) -> None:
-    found = read_input(
-        write(tmp_path / "a.jsonl", ENVELOPE, {"prompt": [1]}, {"messages": MESSAGES, "max_tokens": 3}),
-        {"max_tokens": 5},
-    )
+    path = Path(write(tmp_path / "a.jsonl", ENVELOPE, {"prompt": [1]}, {"messages": MESSAGES, "max_tokens": 3}))
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())  # as some editors begin files
+    found = read_input(str(path), {"max_tokens": 5})
     assert found.custom_ids == ["x", "row-2", "row-3"]
     assert [json.loads(line) for line in found.lines] == [
         {name: ENVELOPE[name] for name in ("method", "url", "body")},
@@ -143,9 +142,9 @@ def test_a_wrong_file_is_refused_with_its_line_before_ray_or_a_model_starts(
         read_input(str(path))
     monkeypatch.setattr("bullet_graph.cli.batch.require_extra", lambda *_, **__: None)
     monkeypatch.setitem(__import__("sys").modules, "bullet_graph.ray.job", None)
-    assert str(path) in refused(
-        run("batch", "--input", str(path), "--output", str(tmp_path / "out"), "--model", "tiny")
-    )
+    command = ("batch", "--model", "tiny", "--output", str(tmp_path / "out"), "--input")
+    assert str(path) in refused(run(*command, str(path)))
+    assert "would be read as input" in refused(run(*command, str(tmp_path)))
 
 
 def test_a_missing_file_and_a_store_that_does_not_answer_are_named(tmp_path: Path) -> None:
@@ -163,7 +162,7 @@ def test_an_output_has_each_row_once_whatever_was_written_twice_or_torn(tmp_path
             for each in rows:
                 part.append(each)
             part.sync()
-        (path / "parts" / "torn.jsonl").write_text(json.dumps(row("e")))
+        (path / "parts" / "torn.jsonl").write_text("garbage\n{}\n" + json.dumps(row("e")))
         folder.refresh()
         assert folder.done == {"a", "b", "c"}
         assert folder.written == {"a", "b", "c", "d"}

@@ -14,17 +14,7 @@ from pydantic import AfterValidator, BaseModel, PrivateAttr, ValidationError
 
 from bullet_graph.cli.result_file import check_result_file, command_line, to_json, write_result_file
 from bullet_graph.errors import ConfigError, WorkloadError, first_problem
-from bullet_graph.perf.goodput_search import (
-    CONVERSATIONS_WARMUP_S,
-    FASTEST_RATE,
-    LEAST_REQUESTS,
-    LEAST_SECONDS,
-    WARMUP_S,
-    GoodputSearch,
-    RateRun,
-    goodput_fields,
-    requests_for,
-)
+from bullet_graph.perf import goodput_search as goodputs
 from bullet_graph.slo import NO_TARGETS, Slo
 from bullet_graph.workloads import Arrivals, Workload
 
@@ -85,9 +75,9 @@ class SweepCell(BaseModel, frozen=True):
         return CellKey(self.system, Task(self.workload, self.num_prompts, self.slo))
 
     @property
-    def rate_runs(self) -> list[RateRun]:
+    def rate_runs(self) -> list[goodputs.RateRun]:
         """The runs, as searches take them."""
-        return [RateRun.of(run) for run in self.runs]
+        return [goodputs.RateRun.of(run) for run in self.runs]
 
 
 class Sweep(BaseModel):
@@ -165,7 +155,7 @@ class Sweep(BaseModel):
         """Append a run, in values that JSON has; ``request_rate`` and ``slo_attainment`` are numbers."""
         runs = (*self.cell(key).runs, _as_json(fields))
         cells = {cell.key: cell for cell in self.cells}
-        new = self.cell(key).model_copy(update={"runs": runs, **goodput_fields(runs)})
+        new = self.cell(key).model_copy(update={"runs": runs, **goodputs.goodput_fields(runs)})
         self.cells = list((cells | {key: new}).values())
         self._write()
 
@@ -240,25 +230,27 @@ def at_rate(workload: Workload, arrivals: Arrivals, rate: float, *, smoke: bool)
 
     Where there are too few requests for a sustained run, all are taken and counted with ``smoke``; else WorkloadError.
     """
-    if rate >= FASTEST_RATE:
+    if rate >= goodputs.FASTEST_RATE:
         return workload, dataclasses.replace(arrivals, request_rate=math.inf)
-    needed = requests_for(rate)
+    needed = goodputs.requests_for(rate)
     workload = workload.first(needed)
     found = len(workload.requests)
     if found < needed and not smoke:
         raise WorkloadError(
-            f"{workload.name} has {found:,} requests, but a run at {rate:.4g}/s needs {needed:,}: {LEAST_SECONDS} s of "
-            f"arrivals, and at least {LEAST_REQUESTS}. Take a longer trace or a synthetic workload without a number of "
-            "requests, begin at a lower rate, or add --smoke for a short trial"
+            f"{workload.name} has {found:,} requests, but a run at {rate:.4g}/s needs {needed:,}: "
+            f"{goodputs.LEAST_SECONDS} s of arrivals, and at least {goodputs.LEAST_REQUESTS}. Take a longer trace or a "
+            "synthetic workload without a number of requests, begin at a lower rate, or add --smoke for a short trial"
         )
-    warmup_s = CONVERSATIONS_WARMUP_S if any(request.follows for request in workload.requests) else WARMUP_S
+    warmup_s = (
+        goodputs.CONVERSATIONS_WARMUP_S if any(request.follows for request in workload.requests) else goodputs.WARMUP_S
+    )
     uncounted_s = warmup_s if found >= needed else 0.0
     return workload, dataclasses.replace(arrivals, request_rate=rate, uncounted_s=uncounted_s)
 
 
 def fastest_rate(workload: Workload, *, smoke: bool) -> float:
     """The highest rate, in requests per second, for which a workload has enough requests; or any rate."""
-    return FASTEST_RATE if smoke or workload.longer else len(workload.requests) / LEAST_SECONDS
+    return goodputs.FASTEST_RATE if smoke or workload.longer else len(workload.requests) / goodputs.LEAST_SECONDS
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,7 +261,7 @@ class Cell(Generic[S]):
     workload: Workload
     slo: Slo
     system: S
-    search: GoodputSearch
+    search: goodputs.GoodputSearch
 
     def __str__(self) -> str:
         """As ``--workload`` takes it."""
@@ -282,7 +274,7 @@ def make_cells(
     slos: Sequence[Slo],
     systems: Mapping[str, S],
     *,
-    search: GoodputSearch,
+    search: goodputs.GoodputSearch,
     load: Callable[[WorkloadSpec], Workload],
     smoke: bool,
 ) -> list[Cell[S]]:
@@ -350,7 +342,7 @@ class SweepRunner(Generic[S]):
             if cell.key not in warm:
                 warm_up(cell)
                 warm.add(cell.key)
-            at = "all at once" if rate >= FASTEST_RATE else f"at {rate:.4g}/s"
+            at = "all at once" if rate >= goodputs.FASTEST_RATE else f"at {rate:.4g}/s"
             run = f"{cell.workload.name}, {cell.slo}, {cell.key.system}, {at}"
             fields = measure(cell, rate, None if self.quiet else f"run {self.sweep.num_runs + 1}, {run}")
             self.sweep.add_run(cell.key, fields)
@@ -367,8 +359,8 @@ class SweepRunner(Generic[S]):
         num_runs, seconds = 0, 0.0
         for cell in cells:
             rate = self._next_rate(cell)
-            if rate is not None and rate < FASTEST_RATE:
+            if rate is not None and rate < goodputs.FASTEST_RATE:
                 left = cell.search.max_runs - len(self.sweep.cell(cell.key).runs)
-                num_runs, seconds = num_runs + left, seconds + left * requests_for(rate) / rate
+                num_runs, seconds = num_runs + left, seconds + left * goodputs.requests_for(rate) / rate
         if seconds >= 60 and not self.quiet:
             click.echo(f"at most {num_runs} runs, with {seconds / 60:,.0f} minutes of arrivals", err=True)
