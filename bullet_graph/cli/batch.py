@@ -16,7 +16,9 @@ from bullet_graph.config import EngineConfig
 from bullet_graph.errors import ConfigError
 
 _EXTRA = ("ray", "pyarrow", "fastapi", "prometheus_client")
-_ANSWERS_DEPEND_ON = ("model", "revision", "load_format", "dtype", "quantization", "kv_cache_dtype", "seed")
+_ANSWERS_DEPEND_ON = (
+    "model", "revision", "load_format", "dtype", "quantization", "kv_cache_dtype", "generation_config", "seed"
+)
 
 
 @click.command()

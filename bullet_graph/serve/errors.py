@@ -95,8 +95,10 @@ class ApiError(Exception):
         if isinstance(error, SamplingParamsError):
             # Python's users read these without backticks.
             return cls(400, str(error), param=_field(str(error), "`?"))
+        if isinstance(error, PromptError):
+            return cls(400, str(error), param=_field(str(error)) or "prompt")
         if isinstance(error, BulletGraphError) and isinstance(error, ValueError):
-            return cls(400, str(error), param=_field(str(error)) or ("prompt" * isinstance(error, PromptError) or None))
+            return cls(400, str(error))
         if isinstance(error, TimeoutError):
             return cls(504, "the request took longer than the server's --request-timeout", code="timeout")
         return cls(500, "the server failed on this request; its log tells why", code="internal_error")

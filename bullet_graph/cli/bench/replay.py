@@ -353,7 +353,7 @@ def serve(
     Workloads, arrivals and result fields are those of `bench online`; a field that only an engine in the same process
     knows is null. Times are those that the client sees. Prompts are token ids, and outputs have their recorded lengths:
     the server must know `ignore_eos`, as vLLM and SGLang do. A `bullet-graph serve` receives the latency targets of
-    --goodput with each request.
+    --goodput with each request. Random prompts are new ones in each run.
 
     \b
     Examples:
