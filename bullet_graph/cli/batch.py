@@ -16,9 +16,8 @@ from bullet_graph.config import EngineConfig
 from bullet_graph.errors import ConfigError
 
 _EXTRA = ("ray", "pyarrow", "fastapi", "prometheus_client")
-_ANSWERS_DEPEND_ON = (
-    "model", "revision", "load_format", "dtype", "quantization", "kv_cache_dtype", "generation_config", "seed"
-)
+_WEIGHTS = ("model", "revision", "load_format", "seed")
+_FORMATS = ("dtype", "quantization", "kv_cache_dtype", "generation_config")
 
 
 @click.command()
@@ -88,7 +87,7 @@ def batch(
             rows,
             folder,
             values | {"served_model_name": named},
-            identity={"served_model_name": named} | {name: values[name] for name in _ANSWERS_DEPEND_ON},
+            identity={"served_model_name": named} | {name: values[name] for name in (*_WEIGHTS, *_FORMATS)},
             num_workers=num_workers,
             address=ray_address,
             on_progress=bar.update,
