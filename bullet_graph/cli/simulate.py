@@ -282,6 +282,7 @@ def simulate(
         raise ConfigError("--trace-decisions writes one run: give one --policy, and no --sweep")
     check_plot_file(plot, overwrite=output.overwrite)
     simulator = Simulator(config=config, arrivals=arrivals, **simulated)
+    simulator.workload.require_fit(simulator.max_model_len)
     show_progress = not output.as_json and sys.stderr.isatty()
     title = simulator.title()
     if not sweep:

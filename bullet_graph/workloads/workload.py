@@ -76,6 +76,17 @@ class Workload:
         """The requests but these, which were not sent; it is to be counted, not to be served."""
         return Workload(self.name, tuple(r for index, r in enumerate(self.requests) if index not in indices))
 
+    def require_fit(self, max_model_len: int, share: float = 0.0) -> None:
+        """WorkloadError if no request, or less than this share, is short enough to be served."""
+        total = len(self.requests)
+        num_fit = sum(r.prompt_tokens + r.output_tokens <= max_model_len for r in self.requests)
+        if num_fit == 0 or num_fit < share * total:
+            raise WorkloadError(
+                f"{total - num_fit} of the {total} requests of {self.name} are longer than max_model_len="
+                f"{max_model_len}, prompt and output together, and would fail at any rate: take a model or "
+                "--max-model-len with room for them, or another workload"
+            )
+
     @property
     def shares_prefixes(self) -> bool:
         """Whether prompts begin alike by design."""

@@ -87,6 +87,7 @@ TARGETS = "--goodput ttft:500 tpot:15"
         ("simulate", "--trace-decisions t --policy mixed --policy auto", "one run"),
         ("simulate", "--model qwen3-0.6b --max-model-len 50000", "model's own limit"),
         ("simulate", "--kv-cache-bytes 1MiB", "KV cache for one sequence"),
+        ("simulate", "--max-model-len 8", "are longer than --max-model-len 8"),
         ("simulate", "--gpu roofline:abacus", "abacus"),
         ("simulate", "--gpu missing.json", "missing.json"),
         ("simulate", "--gpu roofline:generic", "--kv-cache-bytes"),

@@ -195,18 +195,6 @@ def _require_some_served(replayed: Replay, workload: Workload) -> None:
         )
 
 
-def require_fit(workload: Workload, max_model_len: int, share: float = 0.0) -> None:
-    """Refuse a workload of which no request, or less than this share, is short enough to be served."""
-    total = len(workload.requests)
-    num_fit = sum(r.prompt_tokens + r.output_tokens <= max_model_len for r in workload.requests)
-    if num_fit == 0 or num_fit < share * total:
-        raise WorkloadError(
-            f"{total - num_fit} of the {total} requests of {workload.name} are longer than max_model_len="
-            f"{max_model_len}, prompt and output together, and would fail at any rate: take a model or "
-            "--max-model-len with room for them, or another workload"
-        )
-
-
 # ---- commands ----
 
 
@@ -228,7 +216,7 @@ def _serve_here(
     runtime = resolve(config)
     workload = load_requests(runtime, trace, num_prompts, seed=config.seed)
     arrivals.times(workload)
-    require_fit(workload, runtime.max_model_len)
+    workload.require_fit(runtime.max_model_len)
     runs: dict[str, ReplayRun] = {}
     with open_engine(config, quiet=output.as_json, trace_decisions=trace_decisions) as engine:
         for policy in policies:

@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 from bullet_graph.cli import replay_options
-from bullet_graph.cli.bench.replay import engine_client, measure, require_fit, warm_up
+from bullet_graph.cli.bench.replay import engine_client, measure, warm_up
 from bullet_graph.cli.bench.sweep_runner import Cell, Sweep, SweepRunner, WorkloadSpec, at_rate, make_cells, targets_of
 from bullet_graph.cli.engine_run import config_for, describe_config, load_requests, open_engine
 from bullet_graph.cli.options import FILE, engine_options
@@ -100,7 +100,7 @@ def sweep(
 
     def load(spec: WorkloadSpec) -> Workload:
         workload = load_requests(runtime, spec.name, spec.num_prompts, seed=config.seed)
-        require_fit(workload, runtime.max_model_len, min(SHARES))
+        workload.require_fit(runtime.max_model_len, min(SHARES))
         # Arrivals that cannot be drawn are refused now rather than after the weights are loaded.
         arrivals.times(workload)
         return workload
