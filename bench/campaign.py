@@ -85,7 +85,7 @@ class Campaign:
         self._deadline_s = time.monotonic() + time_limit_s
         self._notes = results / "campaign.json"
         self._done: set[str] = set(json.loads(self._notes.read_text("utf-8"))) if self._notes.exists() else set()
-        self._lock, self._begun = threading.Lock(), list[subprocess.Popen[bytes]]()
+        self._lock = threading.Lock()
         self._free: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         for gpu in gpus:
             self._free.put(gpu)
@@ -101,9 +101,7 @@ class Campaign:
             for thread in threads:
                 thread.join()
         except KeyboardInterrupt:
-            self._deadline_s = 0.0
-            for process in self._begun:
-                process.send_signal(signal.SIGINT)  # nothing where it has ended
+            self._deadline_s = 0.0  # the threads end with their commands
             raise
         return [outcome for job in self._jobs for outcome in outcomes[job.name]]
 
@@ -130,14 +128,14 @@ class Campaign:
         words = [sys.executable if word == "python" else word for word in shlex.split(command)]
         start_s = time.monotonic()
         with (self._results / f"{job.name}-{number}.log").open("ab") as log:
-            out = {"stdout": log, "stderr": subprocess.STDOUT}
-            process = subprocess.Popen(words, env=environment, start_new_session=True, **out)
-            self._begun.append(process)
-            try:
-                process.wait(max(self._deadline_s - start_s, 0.0))
-            except subprocess.TimeoutExpired:
-                self._stop(process)
-                return Outcome(job.name, command, "stopped", time.monotonic() - start_s)
+            process = subprocess.Popen(
+                words, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+            )
+            while process.poll() is None:
+                if time.monotonic() >= self._deadline_s:
+                    self._stop(process)
+                    return Outcome(job.name, command, "stopped", time.monotonic() - start_s)
+                time.sleep(0.05)
         seconds = time.monotonic() - start_s
         if process.returncode != 0:
             return Outcome(job.name, command, f"failed ({process.returncode})", seconds)

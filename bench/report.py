@@ -44,7 +44,7 @@ STARTS = {
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A headline figure; ``peer`` is another's, or the least possible, ``ratio`` is over it, ``worse``: worse here."""
+    """A headline figure. ``peer`` is the peer's or the limit, ``ratio`` is over it, ``worse`` is what is worse here."""
 
     what: str
     here: str
@@ -72,7 +72,7 @@ def goodput_rows(task: Task) -> Iterator[Row]:
 
 
 def _best_search(task: Task, share: float) -> tuple[Row, Task] | None:
-    """The newest that bounds a ratio: a search, else rates, else single runs; else any that has both goodputs."""
+    """The newest that bounds a ratio, searches before rates before single runs; else one without a ratio."""
     rows = [(row, one, one.source.fields["settings"]) for one in task.ours if (row := _goodput_row(one, share))]
     rows.sort(key=lambda each: (each[0].ratio == "-", each[2].get("max_runs") == 1, bool(each[2].get("rates"))))
     return rows[0][:2] if rows else None

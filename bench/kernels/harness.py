@@ -155,7 +155,8 @@ def burst_us(run: Run, stream: torch.cuda.Stream | None = None) -> float:
     """Median time of a captured run over some 12 ms, too short for the power cap to matter."""
     stream = stream or torch.cuda.Stream()
     graph = capture(run, stream)
-    return float(np.median(replays_us(graph, stream, max(5, int(_BURST_US / min(replays_us(graph, stream, 3)))))))
+    estimate = min(replays_us(graph, stream, 3))
+    return float(np.median(replays_us(graph, stream, max(5, int(_BURST_US / estimate)))))
 
 
 def replays_us(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream, count: int) -> list[float]:

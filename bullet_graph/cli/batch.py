@@ -79,15 +79,15 @@ def batch(
 
     # Ray tells each step of a data set on stderr.
     logging.getLogger("ray.data").setLevel(logging.ERROR)
-    named, values = config.model if served_model_name is None else served_model_name, config.values()
+    named = config.model if served_model_name is None else served_model_name
     quiet = as_json or not sys.stderr.isatty()
     # Ray tells of workers that died on stdout.
     with contextlib.redirect_stdout(sys.stderr), tqdm(total=len(rows.custom_ids), unit="row", disable=quiet) as bar:
         report = run_batch(
             rows,
             folder,
-            values | {"served_model_name": named},
-            identity={"served_model_name": named} | {name: values[name] for name in (*_WEIGHTS, *_FORMATS)},
+            config.values() | {"served_model_name": named},
+            identity={"served_model_name": named} | {name: getattr(config, name) for name in (*_WEIGHTS, *_FORMATS)},
             num_workers=num_workers,
             address=ray_address,
             on_progress=bar.update,

@@ -104,7 +104,8 @@ class Engine:
             self.model_config, self.tokenizer, max_model_len=self.max_model_len, seed=config.seed
         )
         self._executor: Executor | None = built.executor
-        self._pid, self._most_chunk_tokens = os.getpid(), config.chunk_tokens
+        self._pid = os.getpid()
+        self._most_chunk_tokens = config.chunk_tokens
         self._lane_sms = built.lane_sms
         self._performance = built.performance
         # They belong to the device, so they outlive a change of policy.

@@ -281,7 +281,8 @@ def hot_keys(plan: CapturePlan) -> list[GraphKey]:
     hot = {sizes[-1]: None, sizes[0]: None}
     served = sizes[0]
     while served < sizes[-1]:
-        served = sizes[bisect_right(sizes, 2 * sizes[bisect_right(sizes, served)]) - 1]
+        smallest = sizes[bisect_right(sizes, served)]
+        served = sizes[bisect_right(sizes, 2 * smallest) - 1]
         hot[served] = None
     return [GraphKey(size) for size in hot]
 

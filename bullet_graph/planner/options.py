@@ -193,7 +193,8 @@ class Options:
 
     def _is_worth(self, burst: Option, urgent_tokens: int) -> bool:
         added_ms, steady_ms = (option.interval_ms - self._decode_ms for option in (burst, self._steady))
-        serves_urgent = 0 < -(-urgent_tokens // burst.chunk_tokens) * added_ms <= self._slack_ms - self._decode_ms
+        forwards = -(-urgent_tokens // burst.chunk_tokens)
+        serves_urgent = 0 < forwards * added_ms <= self._slack_ms - self._decode_ms
         return serves_urgent or added_ms / burst.chunk_tokens <= steady_ms / self._steady.chunk_tokens
 
     def urgent_tokens(self, option: Option) -> int:

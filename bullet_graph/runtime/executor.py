@@ -72,7 +72,7 @@ class Executor(ABC):
 
     @abstractmethod
     def drain(self) -> None:
-        """Wait for everything that was launched, or half launched as a call was interrupted, and forget it."""
+        """Wait for all launches, also that of an interrupted call, and forget them."""
 
     def now(self) -> float:
         """Seconds on the clock that request metrics use (virtual in a simulation)."""

@@ -92,9 +92,9 @@ class ResponseFormat(_Strict):
     @model_validator(mode="after")
     def _of_one_type(self) -> "ResponseFormat":
         if (self.json_schema is None) == (self.type == "json_schema"):
-            raise ValueError("type json_schema needs the field json_schema, and no other type has it")
+            raise ValueError("type json_schema needs json_schema, and no other type has it")
         if self.type != "structural_tag" and (self.structures is not None or self.triggers is not None):
-            raise ValueError("only type structural_tag has the fields structures and triggers")
+            raise ValueError("only structural_tag has structures and triggers")
         return self
 
     @property

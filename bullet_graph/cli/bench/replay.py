@@ -377,9 +377,8 @@ def serve(
         finally:
             runner.run(server.close())
     told = run.fields()
-    common: dict[str, Any] = {name: None for name in _ENGINE_FIELDS if name not in told}
+    common: dict[str, Any] = {name: None for name in _ENGINE_FIELDS if name not in told} | {"prompt_seed": prompt_seed}
     common |= {"model": client.model_id, "trace": workload.name, "seed": seed, "server": dict(server.settings)}
-    common |= {"prompt_seed": prompt_seed}
     title = f"{client.model_id} at {url}: {workload.name}, {slo}"
     emit_replays(title, {"server": run}, common, output, detailed=save_detailed)
 
