@@ -285,7 +285,7 @@ goodput, low for times and energy. vLLM takes 512 tokens a step, all at once 8,1
 ("500/15 ms": of TTFT and TPOT), for at least 120 s; beside it: p99 of TTFT. Gaps are exponential; with "burstiness",
 gamma of that shape. Chats come at 86 to 90 % of their rate. "<": it failed at that rate, the ratio is a bound. "≥": no
 higher rate ran. "Worse here": by more than 2 % at the highest load that both ran. At its higher goodput, this engine's
-tails are longer: a queue grows. Cards differ by 6 %: compare figures of one card. Most files are older than the engine.
+tails are longer: a queue grows. Cards differ by 6 %: compare on one card. Most files predate the engine.
 
 ## Headline figures
 
