@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from capture_plans import NARROW, PLAN
-from core_loop import MODEL, CheckedExecutor, CoreLoop
+from core_loop import MODEL, Arrival, CheckedExecutor, CoreLoop, arrivals
 from examples import few
 from fakes.perf_tables import LLAMA_8B, h200_table
 from hypothesis import given
@@ -169,24 +169,18 @@ def test_a_forced_split_mixes_while_no_graph_holds_the_batch() -> None:
 @given(
     policy=st.sampled_from(["split", "split:48", "auto"]),
     limits=st.fixed_dictionaries({sms: st.integers(1, 8) for sms in MODEL.decode_sms}),
-    gaps=st.lists(
-        st.tuples(st.sampled_from([0.0, 0.002, 0.03]), st.integers(1, 900), st.integers(1, 60)), min_size=1, max_size=12
-    ),
+    requests=arrivals([Slo(tpot_ms=12)], max_output=60),
     depth=st.integers(1, 2),
 )
 @few(15)
 def test_no_batch_is_placed_where_no_graph_holds_it(
-    policy: str, limits: dict[int, int], gaps: list[tuple[float, int, int]], depth: int
+    policy: str, limits: dict[int, int], requests: list[Arrival], depth: int
 ) -> None:
     """The executor refuses such a launch, and checks all others as ever."""
     by_partition = {partition_of(sms, num_sms=MODEL.num_sms): most for sms, most in limits.items()}
     executor = CheckedExecutor(max_in_flight=depth, max_batch_sizes=by_partition)
     loop = CoreLoop(policy, executor=executor)
-    now_s, arrivals = 0.0, []
-    for gap_s, prompt, output in gaps:
-        now_s += gap_s
-        arrivals.append((now_s, prompt, output, Slo(tpot_ms=12)))
-    loop.run(arrivals=arrivals)
+    loop.run(arrivals=requests)
     for launch in executor.launches:
         if launch.step.prefill is None and launch.step.decode is not None:
             assert len(launch.step.decode.slots) <= by_partition.get(launch.placement.partition, 64)

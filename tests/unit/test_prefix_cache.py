@@ -127,13 +127,19 @@ def test_who_awaits_a_prefix_blocks_nobody() -> None:
     loop.drain()
 
 
-def test_a_writer_is_as_urgent_as_who_awaits_it() -> None:
+def test_a_writer_is_as_urgent_as_who_awaits_it_and_no_less_for_them() -> None:
     loop = Loop("serial", chunk_tokens=8, max_num_seqs=4)
-    writer, hurried, other = loop.add(TEXT[:30]), loop.add(TEXT[:31]), loop.add(5)
+    writer, awaiting, other = loop.add(TEXT[:30]), loop.add(TEXT[:31]), loop.add(5)
     loop.launch()
     queue = loop.scheduler.queue
     writer.deadline_s = 9.0
-    for sequence, deadline_s, order in ((other, 5.0, [other, writer]), (hurried, 2.0, [writer, other])):
+    other_first, writer_first = [other, writer], [writer, other]
+    for sequence, deadline_s, order in (
+        (other, 5.0, other_first),
+        (awaiting, 2.0, writer_first),
+        (awaiting, 20.0, other_first),
+        (other, 12.0, writer_first),
+    ):
         queue.remove(sequence)
         sequence.deadline_s = deadline_s
         queue.add(sequence)
@@ -373,16 +379,3 @@ def test_lowest_blocks_come_first_and_are_used_again() -> None:
     assert pool.grow(2, 4 * POOL_BLOCK_TOKENS)
     assert pool.owned(2) == [1, 2, 3, 5]
     assert pool.peak_used == 5
-
-
-def test_a_writer_is_no_less_urgent_for_those_who_await_it() -> None:
-    loop = Loop("serial", chunk_tokens=8, max_num_seqs=4)
-    writer, patient, other = loop.add(TEXT[:30]), loop.add(TEXT[:31]), loop.add(5)
-    loop.launch()
-    writer.deadline_s, queue = 9.0, loop.scheduler.queue
-    for sequence, deadline_s in ((other, 12.0), (patient, 20.0)):
-        queue.remove(sequence)
-        sequence.deadline_s = deadline_s
-        queue.add(sequence)
-    assert list(queue.ordered([writer], 0.0, 0.01)) == [writer, other]
-    loop.drain()
