@@ -1,6 +1,7 @@
 """What rank 0 makes of a failure, without other processes."""
 
 import threading
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 from unittest.mock import Mock, call
@@ -15,9 +16,14 @@ from bullet_graph.runtime.ranks import RankedExecutor, Ranks, as_failure
 from bullet_graph.runtime.tensor_parallel import agreed
 
 
-def test_no_token_of_a_launch_that_a_failure_has_ended() -> None:
+@pytest.fixture
+def ranks() -> Iterator[Ranks]:
     ranks = Ranks(1)
+    yield ranks
+    ranks.stop()
 
+
+def test_no_token_of_a_launch_that_a_failure_has_ended(ranks: Ranks) -> None:
     def ended(*_: Any) -> int:
         # The abort lets the launch end, with wrong sums, while it is waited for.
         ranks.fail(RankError("rank 1 ended"))
@@ -27,21 +33,18 @@ def test_no_token_of_a_launch_that_a_failure_has_ended() -> None:
         RankedExecutor(Mock(now=lambda: 0.0, wait_any=ended), ranks).wait(7)
     # What the planner asks an executor is the same on all ranks.
     assert RankedExecutor(Mock(lone_rows=2), ranks).lone_rows == 2
-    ranks.stop()
 
 
-def test_an_error_of_this_rank_ends_the_others() -> None:
-    ranks, other = Ranks(1), Mock()
+def test_an_error_of_this_rank_ends_the_others(ranks: Ranks) -> None:
+    other = Mock()
     ranks.communicators = {"decode": other}
     with pytest.raises(ValueError, match="its own error"):
         ranks.explain(ValueError("its own error"))
     other.abort.assert_called_once()
-    ranks.stop()
 
 
-def test_a_failure_that_is_met_again_does_not_become_its_own_cause() -> None:
+def test_a_failure_that_is_met_again_does_not_become_its_own_cause(ranks: Ranks) -> None:
     """Shutdowns follow the causes to free what their frames hold: a ring would keep them there for ever."""
-    ranks = Ranks(1)
 
     def break_off(_: bytes) -> None:
         ranks.failure = RankError("rank 1 ended")
@@ -55,18 +58,15 @@ def test_a_failure_that_is_met_again_does_not_become_its_own_cause() -> None:
     # The other way to a ring: the failure was already known to what is raised because of it.
     met.value.__cause__.__context__ = met.value
     clear_frames(met.value)
-    ranks.stop()
 
 
-def test_a_rank_that_is_slow_to_end_is_told_all_the_same() -> None:
-    ranks = Ranks(1)
+def test_a_rank_that_is_slow_to_end_is_told_all_the_same(ranks: Ranks) -> None:
     ranks._processes = [Mock(poll=lambda: None)]
     assert "ended with no exit code yet" in str(ranks._verdict({}, [(0.0, 1, None)]))
-    ranks.stop()
 
 
-def test_a_failure_is_told_though_the_driver_holds_an_abort_back() -> None:
-    ranks, entered, held = Ranks(1), threading.Event(), threading.Event()
+def test_a_failure_is_told_though_the_driver_holds_an_abort_back(ranks: Ranks) -> None:
+    entered, held = threading.Event(), threading.Event()
 
     def hold() -> None:
         entered.set()
@@ -80,27 +80,24 @@ def test_a_failure_is_told_though_the_driver_holds_an_abort_back() -> None:
         ranks.gather("built")
     held.set()
     failing.join()
-    ranks.stop()
 
 
-def test_sums_in_peer_memory_are_ended_before_nccl_s() -> None:
-    ranks, ended = Ranks(1), Mock()
+def test_sums_in_peer_memory_are_ended_before_nccl_s(ranks: Ranks) -> None:
+    ended = Mock()
     ranks.communicators = {"decode": ended.decode, "prefill": ended.prefill}
     ranks.fail(RankError("rank 1 ended"))
     assert ended.mock_calls == [call.decode.abort(), call.prefill.abort()]
-    ranks.stop()
 
 
-def test_what_a_failed_device_holds_is_never_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_failed_device_holds_is_never_freed(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     kept = Mock()
     monkeypatch.setattr(ranks_module, "keep_for_ever", kept)
-    ranks, stuck, ended = Ranks(1), Mock(), Mock()
+    stuck, ended = Mock(), Mock()
     stuck.close.side_effect = TimeoutError
     ranks.communicators = {"decode": stuck, "prefill": ended}
     ranks.close()
     assert kept.mock_calls == [call(stuck)]
     ended.close.assert_called_once()
-    ranks.stop()
 
 
 @pytest.mark.parametrize(("own", "others", "least"), [(5, (9, 7), 5), (9, (7, 8), 7)])

@@ -1,5 +1,7 @@
 """Kernels of a mixture of experts against plain torch: in Triton's interpreter where there is no GPU."""
 
+import math
+
 import pytest
 import torch
 from hypothesis import example, given, settings
@@ -10,16 +12,17 @@ from bullet_graph.kernels.ops import Experts, Linear, TorchOps
 pytest.importorskip("triton", reason="Triton is published for Linux only")
 
 from bullet_graph.kernels import triton_moe
-from bullet_graph.kernels.triton_moe import Tiling, experts_output
+from bullet_graph.kernels.triton_moe import Tilings, experts_output
 from bullet_graph.kernels.triton_ops import TritonOps
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 ERROR = 2e-3  # relative, Frobenius, of results in 16 bits
 
 
-def small(block_m: int, group_m: int = 2) -> Tiling:
+def small(block_m: int) -> Tilings:
     """Tiles that the interpreter multiplies quickly; none divides the sizes below."""
-    return {"BLOCK_M": block_m, "BLOCK_N": 32, "BLOCK_K": 32, "GROUP_M": group_m} | {"STAGES": 2, "num_warps": 4}
+    tiling = {"BLOCK_M": block_m, "BLOCK_N": 32, "BLOCK_K": 32, "GROUP_M": 2} | {"STAGES": 2, "num_warps": 4}
+    return ((math.inf, tiling, tiling),)
 
 
 def layer(num_experts: int, top_k: int, *, renormalize: bool = True, hidden: int = 40, size: int = 24) -> Experts:
@@ -81,8 +84,7 @@ def routings(draw: st.DrawFn) -> tuple[torch.Tensor, int]:
 def test_any_routing(routing: tuple[torch.Tensor, int], block_m: int, renormalize: bool) -> None:
     logits, top_k = routing[0].to(DEVICE), routing[1]
     x, experts = rows_of(len(logits)), layer(logits.shape[1], top_k, renormalize=renormalize)
-    tiling = small(block_m)
-    out = experts_output(x, logits, experts, tilings=((float("inf"), tiling, tiling),))
+    out = experts_output(x, logits, experts, tilings=small(block_m))
     assert out.dtype == x.dtype
     assert_close(out, expected_output(x, logits, experts))
 
@@ -98,12 +100,12 @@ def test_both_operations_agree_with_arithmetic(rows: int, top_k: int) -> None:
 
 def test_experts_that_ranks_divide_add_up() -> None:
     x, experts = rows_of(20), layer(6, 3)
-    logits, tiling = TorchOps().linear(x, experts.router), ((float("inf"), small(16), small(16)),)
+    logits = TorchOps().linear(x, experts.router)
     total = torch.zeros(x.shape, dtype=torch.float64, device=DEVICE)
     for first, count in ((0, 2), (2, 3), (5, 1)):
         gate_up, down = (Linear(one.weight[first : first + count]) for one in (experts.gate_up, experts.down))
         own = experts._replace(gate_up=gate_up, down=down, first=first)
-        out = experts_output(x, logits, own, tilings=tiling)
+        out = experts_output(x, logits, own, tilings=small(16))
         assert_close(out, TorchOps().experts(x, own).double())
         total += out.double()
     assert_close(total, expected_output(x, logits, experts))
@@ -114,19 +116,17 @@ def test_counts_of_many_programs_and_many_blocks(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(triton_moe, "_COUNTS", 1)
     x, experts = rows_of(40), layer(20, 2)
     logits = TorchOps().linear(x, experts.router)
-    assert_close(
-        experts_output(x, logits, experts, tilings=((float("inf"), small(16), small(16)),)),
-        expected_output(x, logits, experts),
-    )
+    out = experts_output(x, logits, experts, tilings=small(16))
+    assert_close(out, expected_output(x, logits, experts))
 
 
 def test_a_row_s_result_depends_on_no_other_row() -> None:
-    x, experts, tiling = rows_of(20), layer(5, 2), ((float("inf"), small(16), small(16)),)
+    x, experts = rows_of(20), layer(5, 2)
     logits = TorchOps().linear(x, experts.router)
-    whole = experts_output(x, logits, experts, tilings=tiling)
+    whole = experts_output(x, logits, experts, tilings=small(16))
     for some in (slice(3, 4), slice(2, 19)):
-        assert_same(experts_output(x[some], logits[some], experts, tilings=tiling), whole[some])
-    assert_same(experts_output(x.flip(0), logits.flip(0), experts, tilings=tiling), whole.flip(0))
+        assert_same(experts_output(x[some], logits[some], experts, tilings=small(16)), whole[some])
+    assert_same(experts_output(x.flip(0), logits.flip(0), experts, tilings=small(16)), whole.flip(0))
 
 
 def assert_same(one: torch.Tensor, other: torch.Tensor) -> None:
@@ -140,5 +140,5 @@ def test_whatever_the_logits_are_experts_exist() -> None:
     x, experts = rows_of(4), layer(5, 3)
     logits = torch.zeros(4, 5, device=DEVICE)
     logits[0], logits[1], logits[2] = torch.nan, torch.inf, -torch.inf
-    out = experts_output(x, logits, experts, tilings=((float("inf"), small(16), small(16)),))
+    out = experts_output(x, logits, experts, tilings=small(16))
     assert_close(out[3:], expected_output(x[3:], logits[3:], experts))
