@@ -2,26 +2,12 @@
 
 import copy
 import pickle
-import subprocess
-import sys
-import textwrap
-from pathlib import Path
 
 import pytest
 from engines import GREEDY, Model, make_engine
+from programs import printed_by
 
 PROMPT = [5, 17, 300, 8]
-
-
-def printed(program: str, *arguments: str) -> str:
-    """What a program prints that must end well, and complain of nothing."""
-    command = [sys.executable, "-c", textwrap.dedent(program), *arguments]
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=50, check=False, cwd=Path(__file__).parents[2]
-    )
-    assert (done.returncode, done.stderr) == (0, "")
-    return done.stdout
-
 
 MANNERS = """
     import logging, multiprocessing, os, random, signal, sys, threading, warnings
@@ -72,7 +58,7 @@ MANNERS = """
 
 
 def test_an_engine_changes_nothing_of_the_program_around_it(model: Model) -> None:
-    assert printed(MANNERS, str(model.folder), "tiny").split() == ["{}", "{}"]
+    assert printed_by(MANNERS, str(model.folder), "tiny").split() == ["{}", "{}"]
 
 
 FORKED = """
@@ -111,7 +97,7 @@ FORKED = """
 
 
 def test_a_fork_is_refused_and_leaves_the_engine_alone(model: Model) -> None:
-    assert printed(FORKED, str(model.folder)) == "refused\n" * 6
+    assert printed_by(FORKED, str(model.folder)) == "refused\n" * 6
 
 
 FORKED_FIRST = """
@@ -136,7 +122,7 @@ FORKED_FIRST = """
 
 
 def test_a_new_engine_in_a_fork_is_refused_unless_it_has_one_thread(model: Model) -> None:
-    assert printed(FORKED_FIRST, str(model.folder)).splitlines() == ["True True", "served 1", "2"]
+    assert printed_by(FORKED_FIRST, str(model.folder)).splitlines() == ["True True", "served 1", "2"]
 
 
 def test_an_engine_is_not_copied(model: Model) -> None:

@@ -1,19 +1,14 @@
 """What an import of the package loads, and how it leaves the garbage collector."""
 
 import gc
-import subprocess
-import sys
 import time
 
 import pytest
+from programs import printed_by
 
 from bullet_graph._imports import load
 
 HEAVY = {"torch", "triton", "flashinfer", "transformers", "cuda", "numpy", "rich", "matplotlib", "fastapi"}
-
-
-def in_a_process(code: str) -> str:
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
 
 
 def test_help_loads_no_large_library() -> None:
@@ -26,7 +21,7 @@ def test_help_loads_no_large_library() -> None:
         f"print(sorted({HEAVY!r} & set(sys.modules)))"
     )
     began_s = time.perf_counter()
-    assert in_a_process(code).splitlines()[-1] == "[]"
+    assert printed_by(code).splitlines()[-1] == "[]"
     # On an idle machine 0.2 s; importing torch alone takes far longer than this bound on any.
     assert time.perf_counter() - began_s < 5
 
@@ -39,13 +34,13 @@ def test_the_engine_needs_torch_but_no_gpu_library_and_leaves_the_collector_runn
         "print(sorted({'torch', 'triton', 'flashinfer', 'transformers', 'cuda'} & set(sys.modules)))\n"
         "print(gc.isenabled(), gc.get_freeze_count())"
     )
-    assert in_a_process(code) == "['torch']\nTrue 0\n"
+    assert printed_by(code) == "['torch']\nTrue 0\n"
 
 
 @pytest.mark.parametrize(("before", "left"), [("gc.disable()", "False 0"), ("gc.freeze()", "True ")])
 def test_the_collector_is_as_it_was(before: str, left: str) -> None:
     code = f"{before}; bullet_graph.RequestMetrics; print(gc.isenabled(), gc.get_freeze_count())"
-    printed = in_a_process(f"import gc, bullet_graph; {code}")
+    printed = printed_by(f"import gc, bullet_graph; {code}")
     assert printed.startswith(left)
     if before == "gc.freeze()":
         assert int(printed.split()[1]) > 0, "what was frozen stays so"
