@@ -72,39 +72,36 @@ def test_an_engine_gets_its_own_tokens_back() -> None:
     assert [list(sent[str(index)]) for index in range(5)] == expected_prompts()
 
 
+def served_by(url: str) -> tuple[Replay, list[list[int]]]:
+    """What a client had of a server, and the prompts that it sent."""
+    sent: list[list[int]] = []
+
+    async def converse() -> Replay:
+        server = await OpenAiServer.connect(url)
+
+        async def generate(request: TimedRequest) -> Any:
+            sent.append(list(request.prompt_token_ids))
+            async for tokens in server.generate(request):
+                yield tokens
+
+        try:
+            return await replay_async(generate, requests())
+        finally:
+            await server.close()
+
+    return asyncio.run(converse()), sent
+
+
 def test_a_client_sends_the_tokens_that_the_server_gave() -> None:
     with serving(max_model_len=128) as served:
-
-        async def converse() -> tuple[Replay, list[list[int]]]:
-            server = await OpenAiServer.connect(f"{served.url}/v1")
-            sent: list[list[int]] = []
-
-            async def generate(request: TimedRequest) -> Any:
-                sent.append(list(request.prompt_token_ids))
-                async for tokens in server.generate(request):
-                    yield tokens
-
-            try:
-                return await replay_async(generate, requests()), sent
-            finally:
-                await server.close()
-
-        replayed, sent = asyncio.run(converse())
+        replayed, sent = served_by(f"{served.url}/v1")
     assert_served(replayed)
     assert sorted(sent) == sorted(expected_prompts())
 
 
 def test_a_server_that_gives_no_token_ids_is_told_apart() -> None:
     with completions_server() as other:
-
-        async def converse() -> Replay:
-            server = await OpenAiServer.connect(other.url)
-            try:
-                return await replay_async(server.generate, requests())
-            finally:
-                await server.close()
-
-        replayed = asyncio.run(converse())
+        replayed, _ = served_by(other.url)
     errors = [row.error or "" for row in replayed.served]
     assert "the next turn needs the ids of 1 tokens, the server gave 0" in errors[0]
     assert errors[1] == "the turn before it in the conversation failed"
