@@ -1,16 +1,30 @@
-"""Sampling on the CPU: log-probabilities against ``transformers``, seeds, samples, extreme settings."""
+"""Sampling on the CPU: log-probabilities against ``transformers``, of prompts too; seeds, samples, extreme settings."""
+
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
 import torch
-from engines import Model, at_any_depth, make, make_engine, short_slices, tokens_of
+from engines import PROMPTS, Model, at_any_depth, block_bytes, make, make_engine, run_to_end, short_slices, tokens_of
 
-from bullet_graph import Engine, SamplingParams
+from bullet_graph import Engine, RequestOutput, SamplingParams
+from bullet_graph.engine.output import OutputKind, TokenLogprobs
 
 PROMPT = [5, 17, 300, 8]
 
 
 # ---- log-probabilities ----
+
+
+def assert_is(entry: TokenLogprobs, token: int, exact: torch.Tensor, count: int) -> None:
+    """A token's own log-probability and the best ones, against the model's."""
+    assert entry.token_id == token
+    assert entry.logprob == pytest.approx(float(exact[token]), abs=1e-4)
+    assert len(entry.top) == len({token_id for token_id, _ in entry.top}) == count
+    values = [value for _, value in entry.top]
+    assert values == sorted(values, reverse=True)
+    np.testing.assert_allclose(values, exact.topk(count).values.tolist(), atol=1e-4)
+    np.testing.assert_allclose(values, [float(exact[token_id]) for token_id, _ in entry.top], atol=1e-4)
 
 
 @at_any_depth
@@ -32,14 +46,7 @@ def test_logprobs_are_the_model_s_own(model: Model, params: SamplingParams) -> N
     exact = torch.log_softmax(model.logits([*PROMPT, *completion.token_ids]), -1)[len(PROMPT) - 1 : -1]
     assert params.logprobs is not None
     for row, token, entry in zip(exact, completion.token_ids, completion.logprobs, strict=True):
-        assert entry.token_id == token
-        assert entry.logprob == pytest.approx(float(row[token]), abs=1e-4)
-        assert len(entry.top) == params.logprobs
-        assert len({token_id for token_id, _ in entry.top}) == params.logprobs
-        values = [value for _, value in entry.top]
-        assert values == sorted(values, reverse=True)
-        np.testing.assert_allclose(values, row.topk(params.logprobs).values.tolist(), atol=1e-4)
-        np.testing.assert_allclose(values, [float(row[token_id]) for token_id, _ in entry.top], atol=1e-4)
+        assert_is(entry, token, row, params.logprobs)
 
 
 # ---- seeds and samples ----
@@ -121,3 +128,77 @@ def test_next_to_no_temperature_is_greedy(model: Model, engine: Engine) -> None:
     params = SamplingParams(temperature=1e-6, max_tokens=10, ignore_eos=True)
     (output,) = engine.generate(PROMPT, params, use_tqdm=False)
     assert tokens_of(output) == [model.greedy(PROMPT, 10)]
+
+
+# ---- log-probabilities of prompts ----
+
+
+SCORE = SamplingParams(max_tokens=0, prompt_logprobs=2)
+
+
+def assert_scored(model: Model, prompt: Sequence[int], output: RequestOutput, count: int) -> None:
+    assert output.prompt_logprobs is not None
+    first, *entries = output.prompt_logprobs
+    assert first is None
+    exact = torch.log_softmax(model.logits(prompt), -1)[:-1]
+    for row, token, entry in zip(exact, prompt[1:], entries, strict=True):
+        assert entry is not None
+        assert_is(entry, token, row, count)
+
+
+@at_any_depth
+@short_slices
+@pytest.mark.parametrize("policy", ["serial", "mixed:7", "auto"])
+def test_every_token_of_a_prompt_is_scored(model: Model, expected: list[tuple[int, ...]], policy: str) -> None:
+    greedy = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    scored = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, prompt_logprobs=3, logprobs=1)
+    params = [scored, scored, SCORE, greedy, scored, SCORE]
+    with make(model, policy, max_num_seqs=4) as engine:
+        outputs = engine.generate(PROMPTS, params, use_tqdm=False)
+    for prompt, output, asked, tokens in zip(PROMPTS, outputs, params, expected, strict=True):
+        if asked.prompt_logprobs is None:
+            assert output.prompt_logprobs is None
+        else:
+            assert_scored(model, prompt, output, asked.prompt_logprobs)
+        assert tokens_of(output) == [tokens if asked.max_tokens else ()]
+        assert output.outputs[0].finish_reason == "length"
+
+
+@at_any_depth
+def test_a_preempted_prompt_is_scored_once(model: Model) -> None:
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, prompt_logprobs=1)
+    prompts = [[n, 7, 30 + n, 9, 11, 250] for n in range(3)]
+    with make_engine(model.folder, max_model_len=64, kv_cache_bytes=5 * block_bytes(model)) as engine:
+        outputs = engine.generate(prompts, params, use_tqdm=False)
+        assert engine.stats().num_preemptions > 0
+    for prompt, output in zip(prompts, outputs, strict=True):
+        assert_scored(model, prompt, output, 1)
+        assert tokens_of(output) == [model.greedy(prompt, 40)]
+
+
+def test_samples_share_the_scores_which_come_at_the_end(model: Model) -> None:
+    params = SamplingParams(max_tokens=4, n=3, prompt_logprobs=0, ignore_eos=True)
+    with make_engine(model.folder, policy="mixed:2") as engine:
+        engine.add_request("a", PROMPTS[4], params, output_kind=OutputKind.DELTA)
+        outputs = run_to_end(engine)["a"]
+    assert all(output.prompt_logprobs is None for output in outputs[:-1])
+    assert_scored(model, PROMPTS[4], outputs[-1], 0)
+
+
+def test_a_prompt_of_one_token_has_nothing_to_score(model: Model) -> None:
+    with make_engine(model.folder) as engine:
+        (output,) = engine.generate([5], SCORE, use_tqdm=False)
+    assert output.prompt_logprobs == (None,)
+    assert output.finished
+    assert output.metrics.token_times_s == ()
+
+
+def test_a_request_aborted_while_it_is_scored_leaves_nothing_behind(model: Model) -> None:
+    with make_engine(model.folder, policy="mixed:3") as engine:
+        engine.add_request("a", PROMPTS[3], SCORE)
+        engine.step()
+        engine.abort("a")
+        engine.add_request("a", PROMPTS[0], SCORE)
+        outputs = run_to_end(engine)["a"]
+        assert engine.stats().kv_blocks_used == 0
+    assert_scored(model, PROMPTS[0], outputs[-1], 2)

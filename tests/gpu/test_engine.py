@@ -1,7 +1,8 @@
-"""The whole engine on the GPU: tokens against ``transformers``, memory, preemption, good manners."""
+"""The whole engine on the GPU: tokens against ``transformers``, memory, preemption, good manners, grammars."""
 
 import logging
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -12,7 +13,7 @@ import torch
 from gpu_requests import GREEDY, LENGTHS, open_engine, prompts
 from noise import Checkpoint, check_against_transformers
 
-from bullet_graph import Engine, PerfTableWarning, SamplingParams
+from bullet_graph import Engine, PerfTableWarning, SamplingParams, StructuredOutputs
 
 pytestmark = pytest.mark.gpu
 
@@ -142,3 +143,28 @@ def test_an_engine_in_a_fork_of_a_process_that_used_the_gpu_is_refused(model: Ch
     script = [sys.executable, "-c", FORKED, str(model.folder)]
     done = subprocess.run(script, capture_output=True, text=True, timeout=120, check=True)
     assert done.stdout == "True\n", done.stderr
+
+
+# ---- structured outputs: captured decode steps with masks, among free rows ----
+
+
+PATTERN = "[a-z]{3}-[0-9]{20,30}(x|yz)"
+FREE = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+
+
+@pytest.mark.parametrize("policy", ["serial", "mixed:64", "auto"])
+def test_outputs_follow_their_grammar_among_free_rows(policy: str) -> None:
+    follows = StructuredOutputs(regex=PATTERN)
+    coded = [
+        SamplingParams(seed=i, temperature=i % 2, n=3, max_tokens=80, structured_outputs=follows) for i in range(8)
+    ]
+    prompts = [[(7 * i + j) % 500 for j in range(20 + 90 * i)] for i in range(8)]
+    with Engine(
+        "tiny", device="cuda", policy=policy, perf_table="roofline", max_model_len=1024, max_num_seqs=24
+    ) as engine:
+        outputs = engine.generate(prompts * 2, [*coded, *[FREE] * 8], use_tqdm=False)
+        assert engine.stats().kv_blocks_used == 0
+    for output in outputs[:8]:
+        assert all(re.fullmatch(PATTERN, sample.text) for sample in output.outputs), output
+        assert {sample.finish_reason for sample in output.outputs} == {"stop"}
+    assert all(len(output.outputs[0].token_ids) == 40 for output in outputs[8:])
