@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from bullet_graph.kernels.fp8 import FP8, dequantize_weight, quantize_weight, saturated
+from bullet_graph.kernels.ops import Linear
 
 SIZES = {"hidden_size": 256, "intermediate_size": 384}
 """Of a model whose q, k, v, gate and up are whole blocks."""
@@ -76,6 +77,15 @@ def write_fp8_checkpoint(
 def change_config(folder: Path, **changes: Any) -> None:
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def dequantized(linear: Linear) -> Tensor:
+    """Weights of a projection, or of the experts' projections, in float32 if they are in FP8."""
+    if linear.scale is None:
+        return linear.weight
+    if linear.weight.dim() == 2:
+        return dequantize_weight(linear.weight, linear.scale)
+    return torch.stack([dequantize_weight(*each) for each in zip(linear.weight, linear.scale, strict=True)])
 
 
 def _quantized(weight: Tensor, granularity: str) -> tuple[Tensor, Tensor]:

@@ -23,7 +23,13 @@ from bullet_graph.models.layers import eager_functions
 from bullet_graph.models.presets import PRESETS
 from bullet_graph.models.weights import scale_cached
 from bullet_graph.perf.predict import TableModel
-from bullet_graph.perf.roofline import Fp8Weights, Roofline, decode_weight_bytes, kv_cache_bytes_per_token
+from bullet_graph.perf.roofline import (
+    Fp8Weights,
+    Roofline,
+    decode_weight_bytes,
+    kv_cache_bytes_per_token,
+    touched_experts,
+)
 from bullet_graph.perf.table import format_name, own_table_file_name, shape_numbers
 from bullet_graph.runtime import resolve
 from bullet_graph.runtime.resolve import Runtime, check_device
@@ -140,6 +146,29 @@ def test_the_roofline_of_fp8() -> None:
     kv_ms = [model.decode(64, 64 * 8192).ms - model.decode(64, 64).ms for model in (fp8, both)]
     assert kv_ms[0] == pytest.approx(2 * kv_ms[1], rel=1e-3)
     assert both.decode(64, 64 * 8192).ms < fp8.decode(64, 64 * 8192).ms
+
+
+@pytest.mark.parametrize("name", ["qwen3-30b-a3b", "mixtral-8x7b"])
+def test_a_step_reads_the_scales_and_bytes_of_touched_experts(name: str) -> None:
+    plain, fp8 = PRESETS[name], PRESETS[f"{name}-fp8"]
+    assert fp8 == replace(plain, fp8=Fp8Weights())
+    hidden, size = plain.hidden_size, plain.expert_intermediate_size
+    qkv = plain.q_size + 2 * plain.kv_size
+    of_rows = qkv * hidden + hidden * plain.q_size - 4 * (qkv + hidden)
+    of_expert = 3 * hidden * size - 4 * (2 * size + hidden)
+    for rows in (1, 8, 4096):
+        steps = [decode_weight_bytes(model, batch_size=rows, dtype_bytes=2) for model in (plain, fp8)]
+        saved = plain.num_layers * (of_rows + touched_experts(plain, rows) * of_expert)
+        assert steps[0] - steps[1] == pytest.approx(saved, rel=1e-9)
+    assert plain.weight_bytes(2) - fp8.weight_bytes(2) == plain.num_layers * (of_rows + plain.num_experts * of_expert)
+    rooflines = [Roofline(H200, model) for model in (plain, fp8)]
+    overhead_ms = plain.num_layers * H200.layer_overhead_ms
+    decode, prefill = (
+        [f(r) - overhead_ms for r in rooflines]
+        for f in (lambda r: r.decode(64, 64).ms, lambda r: r.prefill(16384, 1.0).ms)
+    )
+    assert 0.5 < decode[1] / decode[0] < 0.6
+    assert 0.5 < prefill[1] / prefill[0] < 0.62
 
 
 def test_a_table_is_of_one_format() -> None:

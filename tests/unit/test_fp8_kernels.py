@@ -2,17 +2,19 @@
 
 import pytest
 import torch
+from fp8_checkpoints import dequantized
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from interpreted_fp8 import rounding
 
 from bullet_graph.kernels.fp8 import FP8, FP8_MAX, dequantize_weight, linear_fp8, quantize, quantize_weight, saturated
-from bullet_graph.kernels.ops import Linear, TorchOps
+from bullet_graph.kernels.ops import Experts, Linear, TorchOps
 
 pytest.importorskip("triton", reason="Triton is published for Linux only")
 
 from bullet_graph.kernels import triton_fp8
 from bullet_graph.kernels.triton_fp8 import can_gate, matmul_fp8
+from bullet_graph.kernels.triton_moe import experts_output
 from bullet_graph.kernels.triton_ops import TritonOps
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="runs Triton's interpreter")
@@ -157,7 +159,7 @@ def test_one_row_is_projected_unquantized(out_features: int, in_features: int, b
     assert (TritonOps.group_for(linear, x), TorchOps.group_for(linear, x)) == (None, linear.group)
     assert TritonOps.group_for(linear, normal(2, in_features)) == linear.group
     assert TritonOps.group_for(quantized_linear(8, 100, blocks=blocks), normal(1, 100)) == (128 if blocks else 100)
-    expected = TorchOps().linear(x, Linear(dequantize_weight(linear.weight, linear.scale), linear.bias))
+    expected = TorchOps().linear(x, Linear(dequantized(linear), linear.bias))
     torch.testing.assert_close(TritonOps().linear(x, linear), expected, rtol=1e-4, atol=1e-3)
 
 
@@ -167,3 +169,45 @@ def test_triton_product_with_many_features(limit: str, rows: int, monkeypatch: p
     linear = quantized_linear(150, 128, blocks=False)
     x = quantize(normal(rows, 128), 128)
     torch.testing.assert_close(matmul_fp8(x, linear), TorchOps().linear(x, linear), rtol=1e-4, atol=1e-3)
+
+
+# ---- experts ----
+
+
+def scaled(*shape: int) -> torch.Tensor:
+    return normal(*shape, seed=sum(shape)) * shape[-1] ** -0.5
+
+
+def stacked(count: int, rows: int, columns: int, blocks: bool | None) -> Linear:
+    """Projections of experts; ``blocks`` None: not quantized."""
+    weights = scaled(count, rows, columns)
+    if blocks is None:
+        return Linear(weights)
+    values, scales = zip(*(quantize_weight(weight, blocks=blocks) for weight in weights), strict=True)
+    return Linear(torch.stack(values), None, torch.stack(scales), 128 if blocks else columns)
+
+
+def error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((found - expected).norm() / expected.norm())
+
+
+@pytest.mark.usefixtures("rounding")
+# Rows: one; fewer than a block; several blocks of an expert.
+@pytest.mark.parametrize(
+    ("first", "last", "hidden", "rows"),
+    [(False, False, 72, 5), (True, True, 200, 37), (True, True, 128, 1), (True, None, 200, 5), (None, False, 72, 1)],
+)
+def test_experts_equal_the_reference(first: bool | None, last: bool | None, hidden: int, rows: int) -> None:
+    count, size, top_k = 6, 128, 3
+    x, router = 3 * scaled(rows, hidden), Linear(scaled(count, hidden) * 5)
+    fused, down = stacked(count, 2 * size, hidden, first), stacked(count, hidden, size, last)
+    experts = Experts(router, fused, down, top_k, renormalize=True)
+    expected = TorchOps().experts(x, experts)
+    plain = experts._replace(gate_up=Linear(dequantized(fused)), down=Linear(dequantized(down)))
+    # What is rounded are rows and what goes into the second product.
+    assert 1e-3 < error(expected, TorchOps().experts(x, plain)) < 0.06
+    tiling = {"BLOCK_M": 16, "BLOCK_N": 32, "BLOCK_K": 64, "GROUP_M": 2, "STAGES": 2, "num_warps": 4}
+    small = experts_output(x, TorchOps().linear(x, router), experts, tilings=((float("inf"), tiling, tiling),))
+    # A number on the border may be rounded to either neighbour.
+    assert error(small, expected) < 4e-3
+    assert error(TritonOps().experts(x, experts), expected) < 4e-3

@@ -6,19 +6,20 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import write_checkpoint
+from checkpoints import Family, write_checkpoint
 from decoders import dummy_weights, read_weights
-from fp8_checkpoints import FORMS, SIZES, change_config, compressed, write_fp8_checkpoint
+from fp8_checkpoints import FORMS, SIZES, change_config, compressed, dequantized, write_fp8_checkpoint
 from safetensors.torch import load_file, save_file
 from transformers.integrations.finegrained_fp8 import _dequantize_fp8_weight
 
 from bullet_graph.errors import CheckpointError, ModelError, UnsupportedModelError
-from bullet_graph.kernels.fp8 import FP8, dequantize_weight, quantize_weight
+from bullet_graph.kernels.fp8 import FP8, quantize_weight
 from bullet_graph.kernels.ops import Linear
 from bullet_graph.models.config import with_padded_heads
+from bullet_graph.models.layers import Mixture
 from bullet_graph.models.presets import PRESETS, load_model_config
 from bullet_graph.models.quantization import in_formats
-from bullet_graph.models.weights import ModelWeights
+from bullet_graph.models.weights import ModelWeights, checkpoint_views
 from bullet_graph.perf.roofline import Fp8Weights
 
 CPU = torch.device("cpu")
@@ -44,10 +45,6 @@ def stored_as(name: str, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
         "down": ["mlp.down_proj"],
     }[projection]
     return torch.cat([tensors[f"model.layers.{index}.{module}.weight"] for module in modules])
-
-
-def dequantized(linear: Linear) -> torch.Tensor:
-    return linear.weight if linear.scale is None else dequantize_weight(linear.weight, linear.scale)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -206,3 +203,94 @@ def test_settings() -> None:
     stored = replace(PRESETS["tiny"], fp8=Fp8Weights(blocks=True, is_stored=True))
     assert in_formats(stored, quantization="fp8", kv_cache_dtype="fp8") == replace(stored, fp8_kv=True)
     assert PRESETS["qwen3-8b-fp8"] == replace(PRESETS["qwen3-8b"], fp8=Fp8Weights())
+
+
+# ---- experts ----
+
+EXPERT_SIZES = {"moe_intermediate_size": 128}
+
+
+def held(weights: ModelWeights, block: str, names: tuple[str, str, str]) -> dict[str, torch.Tensor]:
+    """All experts' weights in float32, by the checkpoint's names."""
+    found = {}
+    for index, layer in enumerate(weights.layers):
+        mixture, prefix = layer.mlp, f"model.layers.{index}"
+        assert isinstance(mixture, Mixture)
+        assert mixture.experts.router.scale is None
+        assert mixture.experts.gate_up.weight.dtype == mixture.experts.down.weight.dtype == FP8
+        parts = [
+            (f"{prefix}.{block}.experts.{i}", *both)
+            for i, both in enumerate(
+                zip(*map(dequantized, (mixture.experts.gate_up, mixture.experts.down)), strict=True)
+            )
+        ]
+        if mixture.shared is not None:
+            shared = dequantized(mixture.shared.gate_up), dequantized(mixture.shared.down)
+            parts.append((f"{prefix}.mlp.shared_expert", *shared))
+        for name, gate_up, down in parts:
+            for part, tensor in zip(names, (*gate_up.chunk(2), down), strict=True):
+                found[f"{name}.{part}.weight"] = tensor
+    return found
+
+
+@pytest.mark.parametrize("form", [BLOCKS, "fp8 tensor", "compressed channel"])
+@pytest.mark.parametrize(
+    ("family", "sizes", "block", "names"),
+    [
+        ("qwen3_moe", EXPERT_SIZES, "mlp", ("gate_proj", "up_proj", "down_proj")),
+        (
+            "qwen2_moe",
+            EXPERT_SIZES | {"shared_expert_intermediate_size": 256},
+            "mlp",
+            ("gate_proj", "up_proj", "down_proj"),
+        ),
+        ("mixtral", {}, "block_sparse_moe", ("w1", "w3", "w2")),
+    ],
+)
+def test_experts_are_held_as_they_are_stored(
+    tmp_path: Path, form: str, family: Family, sizes: dict[str, int], block: str, names: tuple[str, str, str]
+) -> None:
+    if form == BLOCKS:
+        sizes = {**sizes, "num_attention_heads": 2, "head_dim": 128}
+    expected = write_fp8_checkpoint(tmp_path, form, family, **sizes)
+    routers = ["re:.*mlp.gate$", "re:.*shared_expert_gate", "lm_head", "model.layers.0.block_sparse_moe.gate"]
+    key = "ignore" if form.startswith("compressed") else "modules_to_not_convert"
+    change_config(tmp_path, quantization_config=FORMS[form][0] | {key: routers})
+    weights = read_weights(tmp_path)
+    found = held(weights, block, names)
+    assert len(found) == sum(".experts." in name or "shared_expert." in name for name in expected)
+    for name, tensor in found.items():
+        torch.testing.assert_close(tensor, expected[name], rtol=1e-6, atol=0)
+    views = dict(checkpoint_views(load_model_config(tmp_path), weights))
+    for name in (f"model.layers.1.{block}.gate.weight", "lm_head.weight"):
+        assert torch.equal(views[name], expected[name])
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen2_moe", "qwen3_moe"])
+def test_experts_are_quantized_while_they_are_loaded(tmp_path: Path, family: Family) -> None:
+    write_checkpoint(tmp_path, family, tokenizer=False)
+    config = load_model_config(tmp_path)
+    plain = read_weights(tmp_path)
+    weights = read_weights(tmp_path, in_formats(config, quantization="fp8", kv_cache_dtype="auto"))
+    for layer, expected in zip(weights.layers, plain.layers, strict=True):
+        found, own = layer.mlp.experts, expected.mlp.experts
+        assert torch.equal(found.router.weight, own.router.weight)
+        for linear, wanted in ((found.gate_up, own.gate_up), (found.down, own.down)):
+            for index, weight in enumerate(wanted.weight):
+                values, scale = quantize_weight(weight, blocks=False)
+                assert torch.equal(linear.weight[index].float(), values.float())
+                assert torch.equal(linear.scale[index], scale)
+
+
+def test_experts_that_are_refused(tmp_path: Path) -> None:
+    write_fp8_checkpoint(tmp_path, "fp8 tensor", "qwen3_moe", **EXPERT_SIZES)
+    some = {"modules_to_not_convert": ["model.layers.0.mlp.experts.3"]}
+    change_config(tmp_path, quantization_config=FORMS["fp8 tensor"][0] | some)
+    with pytest.raises(UnsupportedModelError, match="alike in all layers"):
+        load_model_config(tmp_path)
+    change_config(tmp_path, quantization_config=FORMS[BLOCKS][0], moe_intermediate_size=96)
+    with pytest.raises(UnsupportedModelError, match=r"multiples of 128 .* intermediate_size 96"):
+        read_weights(tmp_path)
+    change_config(tmp_path, quantization_config=FORMS["fp8 tensor"][0], num_experts=7, moe_intermediate_size=128)
+    with pytest.raises(CheckpointError, match=r"experts\.6\.gate_proj"):
+        read_weights(tmp_path)
