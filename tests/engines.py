@@ -46,6 +46,13 @@ class Model:
         return _greedy(Model(self.folder, self.network), tuple(prompt), count, tuple((masked_until or {}).items()))
 
 
+def prompt_scores(engine: Engine, prompt: Sequence[int]) -> Tensor:
+    """The engine's log-probabilities of a prompt's tokens, but for the first."""
+    (output,) = engine.generate(prompt, SamplingParams(max_tokens=0, prompt_logprobs=0), use_tqdm=False)
+    assert output.prompt_logprobs is not None
+    return torch.tensor([entry.logprob for entry in output.prompt_logprobs if entry is not None])
+
+
 @functools.lru_cache(1000)
 def _greedy(
     model: Model, prompt: tuple[int, ...], count: int, masked_until: tuple[tuple[int, int], ...]

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from checkpoints import EXPERT_FAMILIES, MORE_FAMILIES, Family, write_checkpoint
-from engines import GREEDY, PROMPTS, Model, make_engine, tokens_of
+from engines import GREEDY, PROMPTS, Model, make_engine, prompt_scores, tokens_of
 from fp8_checkpoints import write_fp8_checkpoint
 from safetensors.torch import load_file, save_file
 
@@ -135,9 +135,7 @@ def check_most_equal(some: list[list[tuple[int, ...]]], others: list[list[tuple[
 def scores(model: str | Path, **settings: object) -> torch.Tensor:
     """Log-probabilities of the tokens of a prompt."""
     with make_engine(model, **settings) as engine:
-        (output,) = engine.generate(PROMPTS[-1], SamplingParams(max_tokens=0, prompt_logprobs=0), use_tqdm=False)
-    assert output.prompt_logprobs is not None
-    return torch.tensor([entry.logprob for entry in output.prompt_logprobs if entry is not None])
+        return prompt_scores(engine, PROMPTS[-1])
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from checkpoints import EXPERT_FAMILIES, FAMILIES, MORE_FAMILIES, Family, write_checkpoint
-from engines import make_engine
+from engines import make_engine, prompt_scores
 from fp8_checkpoints import FORMS, write_fp8_checkpoint
 from ranks_in_threads import use_threads
 from safetensors import safe_open
@@ -130,10 +130,7 @@ def test_fp8_in_blocks_computes_the_same(ranks: Ranks, tmp_path: Path) -> None:
     for size in (1, 2):
         ranks(size)
         with make_engine(tmp_path) as engine:
-            params = SamplingParams(max_tokens=0, prompt_logprobs=0)
-            (output,) = engine.generate(list(range(90)), params, use_tqdm=False)
-        assert output.prompt_logprobs is not None
-        scores.append(torch.tensor([entry.logprob for entry in output.prompt_logprobs if entry is not None]))
+            scores.append(prompt_scores(engine, range(90)))
     # Another order of sums; rounding to FP8 makes it steps.
     assert (scores[1] - scores[0]).abs().mean() < 0.02 * scores[0].std()
 

@@ -3,10 +3,9 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import numpy as np
 import pytest
 import torch
-from engines import Model
+from engines import Model, prompt_scores
 from servers import serving
 from smollm2 import TEXT, smollm2_folder
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -75,10 +74,7 @@ def test_tokens_after_a_long_prompt_and_perplexity_equal(model: Model, engine: E
     assert tokens == tuple(expected[SCORED:].argmax(-1).tolist())
     scored, followers = long_prompt[:SCORED], torch.tensor(long_prompt[1:SCORED])
     theirs = torch.nn.functional.cross_entropy(expected[: SCORED - 1], followers)
-    (output,) = engine.generate(scored, SamplingParams(max_tokens=0, prompt_logprobs=0), use_tqdm=False)
-    assert output.prompt_logprobs is not None
-    ours = -np.mean([entry.logprob for entry in output.prompt_logprobs if entry is not None])
-    assert np.exp(ours) == pytest.approx(float(theirs.exp()), rel=1e-3)
+    assert float(prompt_scores(engine, scored).mean().neg().exp()) == pytest.approx(float(theirs.exp()), rel=1e-3)
 
 
 def test_fp8_costs_the_accuracy_of_its_format_and_no_more(model: Model, long_prompt: list[int]) -> None:
@@ -91,10 +87,7 @@ def test_fp8_costs_the_accuracy_of_its_format_and_no_more(model: Model, long_pro
         settings = {"device": "cpu", "max_model_len": 512, "max_num_seqs": 1, "kv_cache_bytes": 2**26}
         settings |= {"quantization": "fp8", "kv_cache_dtype": kv_cache_dtype}
         with Engine(str(model.folder), **settings) as engine:  # type: ignore[arg-type]
-            (output,) = engine.generate(scored, SamplingParams(max_tokens=0, prompt_logprobs=0), use_tqdm=False)
-        assert output.prompt_logprobs is not None
-        logprobs = [entry.logprob for entry in output.prompt_logprobs if entry is not None]
-        ours[kv_cache_dtype] = np.exp(-np.mean(logprobs))
+            ours[kv_cache_dtype] = float(prompt_scores(engine, scored).mean().neg().exp())
     assert ours["auto"] == pytest.approx(emulated, rel=2e-3)
     assert ours["auto"] == pytest.approx(plain, rel=0.05)
     assert ours["fp8"] == pytest.approx(plain, rel=0.07)

@@ -1,9 +1,9 @@
 """FP8 on the GPU: kernels against emulations in float32, captured steps, and a pretrained model's perplexity."""
 
-import numpy as np
 import pytest
 import torch
 from decoders import VARIANTS, new_decoder
+from engines import prompt_scores
 from smollm2 import TEXT, smollm2_folder
 from transformers import AutoTokenizer
 
@@ -158,8 +158,7 @@ def test_a_pretrained_model_s_perplexity_is_that_of_the_cpu(
         with Engine(
             str(folder), device=device, max_model_len=1024, max_num_seqs=4, kv_cache_bytes=2**27, **formats
         ) as engine:
-            (output,) = engine.generate([ids], SamplingParams(max_tokens=0, prompt_logprobs=0), use_tqdm=False)
-        found[device] = -np.mean([entry.logprob for entry in output.prompt_logprobs if entry is not None])
+            found[device] = -float(prompt_scores(engine, ids).mean())
     # The noise of rounding to FP8 differs, its size does not.
     assert found["cuda"] == pytest.approx(found["cpu"], rel=0.02)
 
