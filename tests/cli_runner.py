@@ -4,12 +4,22 @@ import json
 from pathlib import Path
 from typing import Any
 
+import click
 from click.testing import CliRunner, Result
 
 from bullet_graph.cli.main import main
 
 TINY = ("--model", "tiny", "--device", "cpu", "--kv-cache-bytes", "4MiB", "--max-model-len", "512")
 """Engine options that make any command quick."""
+CONTEXT = click.Context(main)
+
+
+def find(words: list[str]) -> tuple[click.Command, list[str]]:
+    """The command that the first words name, and its arguments."""
+    command: click.Command = main
+    while isinstance(command, click.Group) and words and (child := command.get_command(CONTEXT, words[0])):
+        command, words = child, words[1:]
+    return command, words
 
 
 def run(*arguments: str, stdin: bytes | None = None) -> Result:

@@ -12,14 +12,13 @@ from pathlib import Path
 
 import click
 import pytest
-from cli_runner import parsed, run
+from cli_runner import find, parsed, run
 from click.testing import CliRunner
 
 from bench import server_overhead
 from bench.campaign import Campaign, Job, main, read_campaign
 from bench.fleet.command import fleet
 from bench.peers.command import compare as compare_peers
-from bullet_graph.cli.main import main as program
 from bullet_graph.errors import ConfigError
 
 BENCH = Path(__file__).parents[2] / "bench"
@@ -109,16 +108,12 @@ def test_commands_that_are_written_down_are_accepted(line: str, monkeypatch: pyt
     if module == "pytest":
         return
     if module == "bullet_graph":
-        command = program
-        context = click.Context(command)
-        while isinstance(command, click.Group):
-            found = command.get_command(context, arguments.pop(0))
-            assert found is not None, line
-            command = found
+        command, arguments = find(arguments)
+        assert not isinstance(command, click.Group), line
     else:
         packages = {"bench.fleet": fleet, "bench.peers": compare_peers}
         command = packages.get(module) or importlib.import_module(module).main
-    command.make_context(line, list(arguments))
+    command.make_context(line, arguments)
 
 
 # ---- single measurements, on the tiny model ----

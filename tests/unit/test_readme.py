@@ -7,13 +7,13 @@ from pathlib import Path
 
 import click
 import pytest
+from cli_runner import CONTEXT, find
 
 from bullet_graph.cli.main import main
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *(p for room in ("bullet_graph", "bench", "capture") for p in (ROOT / room).rglob("*.md"))]
 NAME = "bullet-graph"
-CONTEXT = click.Context(main)
 
 
 def all_commands(command: click.Command = main, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
@@ -25,14 +25,6 @@ def all_commands(command: click.Command = main, path: tuple[str, ...] = ()) -> I
             assert child is not None
             assert child.name == name
             yield from all_commands(child, (*path, name))
-
-
-def find(words: list[str]) -> tuple[click.Command, list[str]]:
-    """The command that the first words name, and its arguments."""
-    command: click.Command = main
-    while isinstance(command, click.Group) and words and (child := command.get_command(CONTEXT, words[0])):
-        command, words = child, words[1:]
-    return command, words
 
 
 def command_lines(text: str) -> list[str]:
