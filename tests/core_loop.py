@@ -182,12 +182,18 @@ class CoreLoop:
         self.num_steps = 0
 
     def add(
-        self, prompt_tokens: int, output_tokens: int, *, slo: Slo = NO_TARGETS, arrival_s: float | None = None
+        self,
+        prompt_tokens: int,
+        output_tokens: int,
+        *,
+        slo: Slo = NO_TARGETS,
+        arrival_s: float | None = None,
+        scored: int | None = None,
     ) -> str:
         index = len(self.sequences)
         name, arrival = f"request-{index}", self.executor.now() if arrival_s is None else arrival_s
         prompt = np.arange(prompt_tokens, dtype=np.int32) + 10 * (index % (self.num_texts or index + 1))
-        params = SamplingParams(temperature=0, ignore_eos=True, max_tokens=output_tokens)
+        params = SamplingParams(temperature=0, ignore_eos=True, max_tokens=output_tokens, prompt_logprobs=scored)
         sequence = Sequence(name, 0, prompt, params, 100 + index, frozenset(), slo=slo, arrival_s=arrival)
         self.sequences[name] = sequence
         self.core.add(Request([Sample(sequence, None)], OutputKind.FINAL_ONLY))

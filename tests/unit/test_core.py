@@ -16,16 +16,12 @@ from planner_loads import planner as planner_of
 from bullet_graph.config import Policy
 from bullet_graph.engine.core import fill
 from bullet_graph.engine.in_flight import other_lane
-from bullet_graph.engine.output import OutputKind
-from bullet_graph.engine.request import Request, Sample
-from bullet_graph.engine.sequence import Sequence
 from bullet_graph.partition.masks import WHOLE_GPU, partition_of
 from bullet_graph.planner.options import Corrections, ForwardKind
 from bullet_graph.planner.plan import Load, Plan, PolicyName
 from bullet_graph.planner.planner import Planner
 from bullet_graph.planner.tuning import TUNING
 from bullet_graph.runtime.step import Placement, Step, StepLogprobs, StepResult
-from bullet_graph.sampling_params import SamplingParams
 from bullet_graph.slo import NO_TARGETS, Slo
 
 POLICIES = ("serial", "serial:100", "mixed", "mixed:64", "split", "split:48", "auto")
@@ -415,14 +411,12 @@ def test_prompts_in_sight_count_among_the_longest_outputs() -> None:
 
 
 def test_scores_go_to_their_request_though_one_before_it_was_aborted() -> None:
-    loop, params = CoreLoop("serial"), SamplingParams(max_tokens=1, prompt_logprobs=0)
-    for name in ("first", "second"):
-        sequence = Sequence(name, 0, np.arange(4, dtype=np.int32) + 10 * len(name), params, 0, frozenset())
-        loop.core.add(Request([Sample(sequence, None)], OutputKind.FINAL_ONLY))
+    loop = CoreLoop("serial")
+    first, _ = (loop.add(4, 1, scored=0) for _ in range(2))
     wait, scores = loop.executor.wait, StepLogprobs(np.arange(6.0), *[np.empty((6, 0), int)] * 2)
     loop.executor.wait = lambda ticket: replace(wait(ticket), prompt_logprobs=scores)  # type: ignore[method-assign]
     loop.core._launch()
-    loop.core.abort("first")
+    loop.core.abort(first)
     (output,) = loop.core.step()
     assert [one and one.logprob for one in output.prompt_logprobs or ()] == [None, 3.0, 4.0, 5.0]
 
@@ -430,9 +424,8 @@ def test_scores_go_to_their_request_though_one_before_it_was_aborted() -> None:
 @pytest.mark.parametrize("scored", [None, 0])
 def test_a_chunk_that_is_scored_says_nothing_of_the_prediction(scored: int | None) -> None:
     planner = _Scripted(Plan("solo", decode=False, chunk_tokens=64, decode_ms=7.0))
-    loop, params = CoreLoop(planner), SamplingParams(max_tokens=2, prompt_logprobs=scored)
-    sequence = Sequence("one", 0, np.arange(64, dtype=np.int32), params, 0, frozenset())
-    loop.core.add(Request([Sample(sequence, None)], OutputKind.FINAL_ONLY))
+    loop = CoreLoop(planner)
+    loop.add(64, 2, scored=scored)
     while loop.core.has_unfinished_requests():
         loop.core.step()
     assert planner.observed == ([("solo", "slice", 64, 7.0)] if scored is None else [])
