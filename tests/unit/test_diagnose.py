@@ -20,15 +20,8 @@ FOUR = asked_for(tensor_parallel_size=4)
 AUTO, CPU, CUDA = asked_for(), asked_for(device="cpu"), asked_for(device="cuda")
 TINY, SIZES = asked_for(model="tiny"), asked_for(decode_sms=(16,))
 
-WITHOUT_GPU: dict[str, Any] = {
-    "driver": None,
-    "driver_problem": "no driver",
-    "torch_cuda": None,
-    "uses_gpu": False,
-    "gpu": None,
-    "mask_offset": None,
-    "partitions": None,
-}
+WITHOUT_GPU: dict[str, Any] = {"driver_problem": "no driver", "uses_gpu": False}
+WITHOUT_GPU |= dict.fromkeys(("driver", "torch_cuda", "gpu", "mask_offset", "partitions"))
 NO_GPU_BUT_DRIVER = WITHOUT_GPU | {"driver": DRIVER}
 REFUSED = BackendCheck("smctrl", problem="no offset: run `bullet-graph doctor --calibrate`")
 NO_BACKEND = PartitionChecks((), (REFUSED,), None, "smctrl refused: no")
