@@ -208,6 +208,7 @@ def test_settings() -> None:
 # ---- experts ----
 
 EXPERT_SIZES = {"moe_intermediate_size": 128}
+SHARED_SIZES = EXPERT_SIZES | {"shared_expert_intermediate_size": 256}
 
 
 def held(weights: ModelWeights, block: str, names: tuple[str, str, str]) -> dict[str, torch.Tensor]:
@@ -238,12 +239,7 @@ def held(weights: ModelWeights, block: str, names: tuple[str, str, str]) -> dict
     ("family", "sizes", "block", "names"),
     [
         ("qwen3_moe", EXPERT_SIZES, "mlp", ("gate_proj", "up_proj", "down_proj")),
-        (
-            "qwen2_moe",
-            EXPERT_SIZES | {"shared_expert_intermediate_size": 256},
-            "mlp",
-            ("gate_proj", "up_proj", "down_proj"),
-        ),
+        ("qwen2_moe", SHARED_SIZES, "mlp", ("gate_proj", "up_proj", "down_proj")),
         ("mixtral", {}, "block_sparse_moe", ("w1", "w3", "w2")),
     ],
 )
