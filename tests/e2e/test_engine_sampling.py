@@ -136,7 +136,6 @@ def test_next_to_no_temperature_is_greedy(model: Model, engine: Engine) -> None:
 
 # ---- log-probabilities of prompts ----
 
-
 SCORE = SamplingParams(max_tokens=0, prompt_logprobs=2)
 
 
@@ -209,7 +208,6 @@ def test_a_request_aborted_while_it_is_scored_leaves_nothing_behind(model: Model
 
 
 # ---- penalties and biases of whole requests, over preemptions, with steps in flight ----
-
 
 REPEATING = [5, 17, 300, 8, 17]
 

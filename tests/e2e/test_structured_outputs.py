@@ -256,7 +256,6 @@ def test_nothing_is_imported_for_free_outputs(tiny: Engine, monkeypatch: pytest.
 
 # ---- over the server: with OpenAI's client, in streams, and while a grammar is compiled ----
 
-
 MESSAGES: Any = [{"role": "user", "content": "Name a fish."}]
 
 

@@ -147,7 +147,6 @@ def test_an_engine_in_a_fork_of_a_process_that_used_the_gpu_is_refused(model: Ch
 
 # ---- structured outputs: captured decode steps with masks, among free rows ----
 
-
 PATTERN = "[a-z]{3}-[0-9]{20,30}(x|yz)"
 FREE = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
 

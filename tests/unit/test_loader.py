@@ -321,7 +321,6 @@ def test_dummy_routers_follow_the_skew_in_every_layer() -> None:
 
 # ---- filled by a thread while an executor is built ----
 
-
 TINY = PRESETS["tiny"]
 THREAD = "bullet-graph-weights"
 

@@ -277,7 +277,6 @@ def test_a_prompt_that_is_scored_is_awaited_too() -> None:
 
 # ---- the pool of KV blocks: against a model that only keeps sets, and by hand ----
 
-
 NUM_SLOTS, MAX_BLOCKS, POOL_BLOCK_TOKENS = 4, 5, 8
 
 GROW = st.tuples(st.just("grow"), st.integers(0, NUM_SLOTS - 1), st.integers(0, MAX_BLOCKS * POOL_BLOCK_TOKENS))

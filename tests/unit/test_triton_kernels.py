@@ -216,7 +216,6 @@ def test_whatever_the_logits_are_a_token_is_in_the_vocabulary(value: float) -> N
 
 # ---- the fused SwiGLU product ----
 
-
 ERROR = 1e-2  # relative, Frobenius, as on the GPU
 # An H200's tiles would take the interpreter minutes.
 SMALL = {"BLOCK_M": 16, "BLOCK_N": 16, "BLOCK_K": 16, "GROUP_M": 2, "STAGES": 2, "num_warps": 4}
