@@ -26,8 +26,9 @@ import click
 from rich.console import Console
 from rich.table import Table
 
+from bench.record import Tool
 from bullet_graph.cli.result_file import write_result_file
-from bullet_graph.errors import BulletGraphError, ConfigError
+from bullet_graph.errors import ConfigError
 
 _GRACE_S = 20.0
 """Time for an interrupted command to write its results and free its memory."""
@@ -155,10 +156,10 @@ class Campaign:
             process.wait()
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.command(cls=Tool)
 @click.argument("campaign", type=click.Path(path_type=Path, exists=True, dir_okay=False))
 @click.option("--results", type=click.Path(path_type=Path, file_okay=False), required=True)
-@click.option("--gpus", default="0", show_default=True, help="Such as 0,1,2, or groups: 0+1,2+3; cpu for none.")
+@click.option("--gpus", default="0", help="Such as 0,1,2, or groups: 0+1,2+3; cpu for none.")
 @click.option("--only", default="", metavar="NAME,…", help="Run these jobs alone.")
 @click.option("--time-limit-s", type=click.FloatRange(min=0), default=float("inf"), help="Stop after this time.")
 def main(campaign: Path, results: Path, gpus: str, only: str, time_limit_s: float) -> None:
@@ -168,15 +169,12 @@ def main(campaign: Path, results: Path, gpus: str, only: str, time_limit_s: floa
     Example:
       python -m bench.campaign bench/campaigns/one_gpu.toml --results bench/results/h200 --gpus 0,1,2,3
     """
-    try:
-        jobs = read_campaign(campaign)
-        wanted = {name for name in only.split(",") if name}
-        unknown = sorted(wanted - {job.name for job in jobs})
-        if unknown:
-            raise ConfigError(f"{campaign} has no job {unknown[0]!r}: it has {', '.join(j.name for j in jobs)}")
-        indices = [None] if gpus == "cpu" else _indices(gpus)
-    except BulletGraphError as error:
-        raise click.UsageError(str(error)) from error
+    jobs = read_campaign(campaign)
+    wanted = {name for name in only.split(",") if name}
+    unknown = sorted(wanted - {job.name for job in jobs})
+    if unknown:
+        raise ConfigError(f"{campaign} has no job {unknown[0]!r}: it has {', '.join(j.name for j in jobs)}")
+    indices = [None] if gpus == "cpu" else _indices(gpus)
     results.mkdir(parents=True, exist_ok=True)
     chosen = [job for job in jobs if not wanted or job.name in wanted]
     outcomes = Campaign(chosen, indices, results, time_limit_s=time_limit_s).run()

@@ -123,6 +123,7 @@ class Task:
         own: this engine's cells by system.
         peers: the peer's, a cell for each of its settings.
         older: the same searches before it, newest first.
+        runs: all of ``auto`` at rates, each with its file's date, also where no peer ran.
     """
 
     source: Source
@@ -132,6 +133,7 @@ class Task:
     own: dict[str, dict[str, Any]]
     peers: dict[str, dict[str, Any]]
     older: "list[Task]" = field(default_factory=list)
+    runs: list[tuple[str, Run]] = field(default_factory=list)
 
     @property
     def model(self) -> str:
@@ -172,6 +174,12 @@ class Task:
         """This and the older ones in which this engine ran ``auto``."""
         return [one for one in (self, *self.older) if CLAIMED in one.own]
 
+    def since(self, rate: float) -> str:
+        """How many of the later runs at this rate were unstable, as more text; empty where none was."""
+        later = (run for date, run in self.runs if date > self.source.date)
+        stable = [run["stable"] for run in later if 0.99 < run["request_rate"] / rate < 1.01]
+        return f"; later {stable.count(False)} of {len(stable)} unstable" * (False in stable)
+
     def searched(self, share: float = min(SHARES)) -> tuple[Searched, list[Searched]]:
         """This engine's search for the rate that serves a share, and the peers'."""
         settings = self.source.fields["settings"]
@@ -194,10 +202,14 @@ def tasks_of(sources: Sequence[Source]) -> list[Task]:
             joined["runs"].extend(run for run in cell["runs"] if run.get("sustained") is not False)
             joined["files"].append(source.name)
     tasks: dict[tuple[object, ...], Task] = {}
+    runs: dict[tuple[object, ...], list[tuple[str, Run]]] = {}
+    for one in found.values():
+        own = runs.setdefault((one.model, one.workload, one.slo), [])
+        own.extend((one.source.date, run) for run in one.own.get(CLAIMED, {"runs": ()})["runs"] if one.is_search)
     for both in found.values():
         for kind in sorted({name.split()[0] for name in both.peers}) if both.own else ():
             peers = {name: cell for name, cell in both.peers.items() if name.split()[0] == kind}
-            task = replace(both, peers=peers, older=[])
+            task = replace(both, peers=peers, older=[], runs=runs[both.model, both.workload, both.slo])
             # The number of requests of a search differs from run to run; all at once it is the work.
             key = task.model, kind, task.workload, task.slo, None if task.is_search else task.num_prompts
             if (before := tasks.get(key)) is not None:

@@ -15,6 +15,7 @@ import click
 import numpy as np
 import numpy.typing as npt
 
+from bench.record import Tool
 from bullet_graph.workloads import WorkloadRequest, load_workload
 from bullet_graph.workloads.synthetic import LengthTables
 
@@ -33,16 +34,10 @@ PROBABILITIES = (
 NUM_SHARES = 10
 
 
-@click.command(help=__doc__)
+@click.command(cls=Tool, help=__doc__)
 @click.argument("conv", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @click.argument("code", type=click.Path(exists=True, dir_okay=False, path_type=Path))
-@click.option(
-    "--output",
-    type=click.Path(dir_okay=False, path_type=Path),
-    default=DATA / "azure_lengths.json",
-    show_default=True,
-    help="Where the tables go.",
-)
+@click.option("--output", type=click.Path(path_type=Path), default=DATA / "azure_lengths.json", help="Of the tables.")
 def main(conv: Path, code: Path, output: Path) -> None:
     tables = {}
     for name, path in (("conv", conv), ("code", code)):

@@ -31,6 +31,7 @@ import click
 import httpx
 import psutil
 
+from bench.record import Tool
 from bench.server_overhead import server
 from bullet_graph.captures.archive import export_entry, import_archive
 from bullet_graph.captures.manifest import Manifest, entry_id, list_files
@@ -387,11 +388,11 @@ def fuzz(seconds: float, seed: int, max_stall_ms: float, max_growth_mib: float) 
     }
 
 
-@click.command()
-@click.option("--seconds", default=600.0, show_default=True)
-@click.option("--seed", default=0, show_default=True)
-@click.option("--max-stall-ms", default=200.0, show_default=True)
-@click.option("--max-growth-mib", default=64.0, show_default=True)
+@click.command(cls=Tool)
+@click.option("--seconds", default=600.0)
+@click.option("--seed", default=0)
+@click.option("--max-stall-ms", default=200.0)
+@click.option("--max-growth-mib", default=64.0)
 @click.option("--output-json", type=click.Path(path_type=Path))
 def main(seconds: float, seed: int, max_stall_ms: float, max_growth_mib: float, output_json: Path | None) -> None:
     """Attack a server and the readers of files for --seconds, and say what gave way."""

@@ -1,20 +1,20 @@
-"""How benchmarks end: JSON with the command line and the provenance, or an error in a line."""
+"""What benchmarks have in common: a command, and JSON with the command line and the provenance."""
 
 import dataclasses
 from pathlib import Path
 from typing import Any
 
-import click
-
-from bullet_graph.cli import EXIT_ERROR
+from bullet_graph.cli.main import ErrorReporting
 from bullet_graph.cli.result_file import to_json, write_result_file
 from bullet_graph.perf.provenance import collect_provenance
 
 
-class Refusal(click.ClickException):
-    """An error of the caller or the machine: one line, with the command line's exit code."""
+class Tool(ErrorReporting):
+    """A benchmark's command: it has ``-h``, shows defaults, and reports errors as ``bullet-graph`` does."""
 
-    exit_code = EXIT_ERROR
+    def __init__(self, *arguments: Any, **more: Any) -> None:
+        super().__init__(*arguments, **more)
+        self.context_settings = {"help_option_names": ["-h", "--help"], "show_default": True}
 
 
 def write_report(path: Path, fields: dict[str, Any], *, device: str = "cuda") -> None:

@@ -28,7 +28,9 @@ import click
 from rich.console import Console
 from rich.table import Table
 
+from bench.record import Tool
 from bullet_graph.cli.result_file import to_json, write_result_file
+from bullet_graph.errors import ConfigError, EngineDeadError
 
 COMPARED = ("median_ttft_ms", "median_tpot_ms")
 SHOWN = (*COMPARED, "p90_ttft_ms", "p90_tpot_ms", "median_itl_ms", "p99_itl_ms", "output_throughput")
@@ -42,15 +44,17 @@ def program(*arguments: str) -> list[str]:
 
 
 def measure(*arguments: str) -> dict[str, Any]:
-    """Run a command that prints JSON; CalledProcessError where it fails, after its own messages."""
-    process = subprocess.run(program(*arguments, "--json"), check=True, stdout=subprocess.PIPE)
+    """Run a command that prints JSON; ConfigError where it fails, after its own messages."""
+    process = subprocess.run(program(*arguments, "--json"), check=False, stdout=subprocess.PIPE)
+    if process.returncode:
+        raise ConfigError(f"bullet-graph {shlex.join(arguments)} failed: see its messages above")
     result: dict[str, Any] = json.loads(process.stdout)
     return result
 
 
 @contextmanager
 def server(*options: str) -> Iterator[str]:
-    """A running server; yields its URL. ClickException where it does not start, or does not end in good order."""
+    """A running server; yields its URL. ConfigError where it does not start, EngineDeadError after a bad end."""
     process = subprocess.Popen(
         program("serve", "--port", "0", "--no-access-log", *options), stderr=subprocess.PIPE, text=True
     )
@@ -62,7 +66,7 @@ def server(*options: str) -> Iterator[str]:
             if line.startswith(_STARTED):
                 break
         else:
-            raise click.ClickException("the server did not start: see its messages above")
+            raise ConfigError("the server did not start: see its messages above")
         url = line.split()[-1]
         # A pipe that nobody reads would fill up, and stop the server at its next message.
         threading.Thread(target=last_lines.extend, args=(process.stderr,), daemon=True).start()
@@ -77,7 +81,7 @@ def server(*options: str) -> Iterator[str]:
             process.kill()
     if process.returncode:
         click.echo("".join(last_lines), err=True)
-        raise click.ClickException(
+        raise EngineDeadError(
             f"the server ended with exit code {process.returncode}, expected 0: see its messages above"
         )
 
@@ -95,18 +99,16 @@ def compare(runs: list[dict[str, dict[str, Any]]]) -> dict[str, dict[str, float 
     return comparison
 
 
-@click.command()
+@click.command(cls=Tool)
 @click.option("--model", required=True)
-@click.option("--trace", default="azure:conv", show_default=True)
-@click.option("--num-prompts", type=int, default=600, show_default=True)
-@click.option("--request-rate", type=float, default=16.0, show_default=True)
-@click.option("--policy", default="mixed", show_default=True)
+@click.option("--trace", default="azure:conv")
+@click.option("--num-prompts", type=int, default=600)
+@click.option("--request-rate", type=float, default=16.0)
+@click.option("--policy", default="mixed")
 @click.option("--slo", default="", help='Targets in ms, such as "ttft:500 tpot:15", of both.')
-@click.option(
-    "--engine-options", default="--max-num-seqs 256", show_default=True, help="Further options of both engines."
-)
-@click.option("--repeats", type=click.IntRange(min=1), default=3, show_default=True)
-@click.option("--limit-percent", type=float, default=5.0, show_default=True)
+@click.option("--engine-options", default="--max-num-seqs 256", help="Further options of both engines.")
+@click.option("--repeats", type=click.IntRange(min=1), default=3)
+@click.option("--limit-percent", type=float, default=5.0)
 @click.option("--output-json", type=click.Path(path_type=Path, dir_okay=False, writable=True), required=True)
 def main(
     model: str,

@@ -16,9 +16,9 @@ from typing import Any
 import click
 
 from bench.evidence import CLAIMED, Run, Source, dicts, read_results
-from bench.record import Refusal, write_report
+from bench.record import Tool, write_report
 from bullet_graph.config import KV_BLOCK_TOKENS
-from bullet_graph.errors import BulletGraphError, ConfigError
+from bullet_graph.errors import ConfigError
 from bullet_graph.models.presets import resolve_model
 from bullet_graph.models.quantization import in_formats
 from bullet_graph.models.sharding import shard
@@ -89,7 +89,7 @@ def row_of(source: Source, cell: dict[str, Any], run: Run) -> dict[str, Any]:
     return row | {"on_time": {policy: one["slo_attainment"] for policy, one in runs.items()}}
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"], "show_default": True})
+@click.command(cls=Tool)
 @click.option(
     "--results",
     "folders",
@@ -101,16 +101,13 @@ def row_of(source: Source, cell: dict[str, Any], run: Run) -> dict[str, Any]:
 @click.option("--output-json", type=click.Path(dir_okay=False, path_type=Path), required=True)
 def main(folders: tuple[Path, ...], output_json: Path) -> None:
     """Simulate what was measured, for bench/results/simulated/error.json. A run takes some 30 s."""
-    try:
-        jobs = [(source, *one) for each in folders for source in read_results(each) for one in measured_runs(source)]
-        for name in {cell["workload"] for _, cell, _ in jobs if ":" not in cell["workload"]}:
-            if not Path(name).is_file():
-                raise ConfigError(f"{name}: a measured run had this trace, but it is not here: see bench/README.md")
-        with ThreadPoolExecutor(os.cpu_count()) as pool:
-            rows = list(pool.map(row_of, *zip(*jobs, strict=True)))
-        write_report(output_json, {"rows": rows}, device="cpu")
-    except BulletGraphError as error:
-        raise Refusal(str(error)) from error
+    jobs = [(source, *one) for each in folders for source in read_results(each) for one in measured_runs(source)]
+    for name in {cell["workload"] for _, cell, _ in jobs if ":" not in cell["workload"]}:
+        if not Path(name).is_file():
+            raise ConfigError(f"{name}: a measured run had this trace, but it is not here: see bench/README.md")
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        rows = list(pool.map(row_of, *zip(*jobs, strict=True)))
+    write_report(output_json, {"rows": rows}, device="cpu")
 
 
 if __name__ == "__main__":

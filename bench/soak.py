@@ -22,7 +22,7 @@ import click
 import httpx
 import psutil
 
-from bench.record import write_report
+from bench.record import Tool, write_report
 from bench.server_overhead import server
 
 TARGETS: tuple[dict[str, float] | None, ...] = (None, {"tpot_ms": 50.0}, {"ttft_ms": 500.0, "tpot_ms": 15.0})
@@ -94,7 +94,7 @@ def judge(seen: dict[str, Any], max_growth_mib: float, max_slowdown_percent: flo
     return {"rss_bytes": rss, "tokens_per_s": rates, "slowdown_percent": slowdown, "problems": problems}
 
 
-@click.command(context_settings={"show_default": True})
+@click.command(cls=Tool)
 @click.option("--server-options", default="--model tiny --device cpu --kv-cache-bytes 8MiB --max-model-len 1024")
 @click.option("--users", default=8, help="Requests under way at a time.")
 @click.option("--minutes", default=30.0, type=click.FloatRange(min=0.05))

@@ -25,7 +25,7 @@ Sequences decode beside endless prompts; both policies hold the TPOT target. Abo
 tokens. 0: it cannot hold the target; 2.5: also more, or `mixed` cannot. Hollow: one side is beyond the measured table.
 Bursts and the host's time do not count.
 
-![Prompt tokens per second under split over mixed, by TPOT target]({path})"""
+![Prompt tokens/s under split over mixed, by TPOT]({path})"""
 """Of the report."""
 LOADS = ((500, 8), (500, 128), (2000, 32), (8000, 8), (8000, 32))
 """Tokens in the KV cache of each sequence, and sequences that decode; a prompt has as many tokens."""

@@ -155,17 +155,17 @@ def make_tasks(batches: Sequence[int], at_once: Sequence[str], rates: Sequence[s
     return tasks
 
 
-@click.command()
+@click.command(context_settings={"help_option_names": ["-h", "--help"], "show_default": True})
 @click.option("--tree", "trees", multiple=True, help="NAME=FOLDER; give two.")
-@click.option("--model", default="llama-3.1-8b", show_default=True)
-@click.option("--policy", default="auto", show_default=True)
-@click.option("--kv-gib", default=36, show_default=True, help="KV cache of each engine.")
-@click.option("--decode", "batches", multiple=True, type=int, default=(1, 64, 256), show_default=True)
-@click.option("--at-once", multiple=True, default=("azure:conv=600", "azure:code=400"), show_default=True)
-@click.option("--rate", "rates", multiple=True, default=("azure:conv=500@20", "azure:code=300@10"), show_default=True)
-@click.option("--rounds", default=3, show_default=True)
-@click.option("--time-budget-s", default=500.0, show_default=True, help="Begin no further task after this time.")
-@click.option("--seed", default=7, show_default=True)
+@click.option("--model", default="llama-3.1-8b")
+@click.option("--policy", default="auto")
+@click.option("--kv-gib", default=36, help="KV cache of each engine.")
+@click.option("--decode", "batches", multiple=True, type=int, default=(1, 64, 256))
+@click.option("--at-once", multiple=True, default=("azure:conv=600", "azure:code=400"))
+@click.option("--rate", "rates", multiple=True, default=("azure:conv=500@20", "azure:code=300@10"))
+@click.option("--rounds", default=3)
+@click.option("--time-budget-s", default=500.0, help="Begin no further task after this time.")
+@click.option("--seed", default=7)
 @click.option("--output-json", type=click.Path(path_type=Path))
 @click.option("--worker", is_flag=True, hidden=True)
 def main(
@@ -186,20 +186,26 @@ def main(
     if worker:
         serve_tasks()
         return
-    if len(trees) != 2:
-        raise click.UsageError("--tree is given twice, each as NAME=FOLDER")
+    folders = {name: Path(folder) for name, _, folder in (one.partition("=") for one in trees) if folder}
+    if not len(trees) == len(folders) == 2:
+        raise click.UsageError("--tree is given twice, each as NAME=FOLDER with a name of its own")
+    for folder in folders.values():
+        if not (folder / "bullet_graph").is_dir():
+            raise click.UsageError(f"--tree {folder}: a source tree has a folder bullet_graph, but this has none")
     from bullet_graph.cli.result_file import command_line  # noqa: PLC0415
     from bullet_graph.perf.energy import DeviceMonitor, NvmlProbe  # noqa: PLC0415
 
     began_s = time.perf_counter()
     settings = {"model": model, "policy": policy, "max_num_seqs": 1024, "kv_cache_bytes": kv_gib << 30}
     settings["gpu_memory_utilization"] = 0.95
-    tasks = make_tasks(batches, at_once, rates, seed)
+    try:
+        tasks = make_tasks(batches, at_once, rates, seed)
+    except ValueError as error:
+        raise click.UsageError(f"--at-once and --rate are TRACE=COUNT and TRACE=COUNT@RATE: {error}") from None
     workers = []
     starts = {}
-    for named in trees:  # one after the other: each takes its share of what memory is free
-        name, _, folder = named.partition("=")
-        workers.append(Worker(name, Path(folder), settings))
+    for name, folder in folders.items():  # one after the other: each takes its share of what memory is free
+        workers.append(Worker(name, folder, settings))
         starts[name] = workers[-1].answer()
         print(f"{name}: ready after {starts[name]['start_s']:.1f} s", file=sys.stderr)
     uuid = starts[workers[0].name]["provenance"]["device_uuid"]
@@ -209,8 +215,7 @@ def main(
         for one in order:
             with DeviceMonitor(NvmlProbe.open(uuid or "")) as monitor:
                 figures = one.ask(tasks[name])
-            device = monitor.report
-            mean = {k: r.mean for k in ("sm_clock_mhz", "power_w") if (r := getattr(device, k)) is not None}
+            mean = {k: r.mean for k in ("sm_clock_mhz", "power_w") if (r := getattr(monitor.report, k)) is not None}
             runs.append({"round": number, "task": name, "tree": one.name, **figures, **mean})
             print(json.dumps(runs[-1]), file=sys.stderr)
 

@@ -14,7 +14,7 @@ import click
 
 from bench.fleet.divided import Link, balanced, best_split, decode, prefill
 from bench.fleet.shared import Fleet, Outcome, RouterName, Traffic, repeated, share
-from bullet_graph.cli.main import ErrorReporting
+from bench.record import Tool
 from bullet_graph.cli.options import COUNT, result_options
 from bullet_graph.cli.replay_options import (
     GoodputCommand,
@@ -153,11 +153,11 @@ def worth(run: Run) -> float:
     return on_time - 1 if run["stable"] is False else min(on_time, _GOOD_ENOUGH)
 
 
-class _FleetCommand(ErrorReporting, GoodputCommand):
-    """It reports errors as ``bullet-graph`` does."""
+class _FleetCommand(Tool, GoodputCommand):
+    """It takes ``--goodput`` as ``bullet-graph`` does."""
 
 
-@click.command(cls=_FleetCommand, context_settings={"help_option_names": ["-h", "--help"], "show_default": True})
+@click.command(cls=_FleetCommand)
 @trace_option
 @num_prompts_option
 @goodput_option

@@ -82,10 +82,10 @@ def time_us(reducer: Communicator, x: Tensor, stream: torch.cuda.Stream) -> floa
 
 
 @click.command(cls=GpuCommand)
-@click.option("--ranks", type=click.IntRange(min=2), default=2, show_default=True)
-@click.option("--hidden", type=click.IntRange(min=16), default=8192, show_default=True, help="Elements of a row.")
-@click.option("--rows", default="1,4,16,64,128,256,512", show_default=True, callback=parse_counts)
-@click.option("--sms", default="32,64", show_default=True, callback=parse_counts, help="Sizes of masked lanes.")
+@click.option("--ranks", type=click.IntRange(min=2), default=2)
+@click.option("--hidden", type=click.IntRange(min=16), default=8192, help="Elements of a row.")
+@click.option("--rows", default="1,4,16,64,128,256,512", callback=parse_counts)
+@click.option("--sms", default="32,64", callback=parse_counts, help="Sizes of masked lanes.")
 @output_option
 def main(ranks: int, hidden: int, rows: tuple[int, ...], sms: tuple[int, ...], output_json: Path) -> None:
     """Measure every size on the whole GPU and on masked lanes."""

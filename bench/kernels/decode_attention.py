@@ -50,9 +50,9 @@ LANE_CASES = ((8, 1000, False), (64, 1000, False), (256, 1000, False))
 
 
 @click.command(cls=GpuCommand)
-@click.option("--model", type=click.Choice(sorted(PRESETS)), default="llama-3.1-8b", show_default=True)
-@click.option("--layers", type=click.IntRange(min=1), default=16, show_default=True, help="KV caches read.")
-@click.option("--lane-sms", default=64, show_default=True, help="SMs of the partial lane; 0 measures none.")
+@click.option("--model", type=click.Choice(sorted(PRESETS)), default="llama-3.1-8b")
+@click.option("--layers", type=click.IntRange(min=1), default=16, help="KV caches read.")
+@click.option("--lane-sms", default=64, help="SMs of the partial lane; 0 measures none.")
 @output_option
 def main(model: str, layers: int, lane_sms: int, output_json: Path) -> None:
     """Measure every batch and print its bandwidth beside that of a copy."""

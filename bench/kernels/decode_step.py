@@ -183,12 +183,12 @@ def show(rows: list[dict[str, Any]]) -> None:
 
 
 @click.command(cls=GpuCommand)
-@click.option("--model", type=click.Choice(sorted(PRESETS)), default="llama-3.1-8b", show_default=True)
-@click.option("--kv-cache-dtype", type=click.Choice(["auto", "fp8"]), default="auto", show_default=True)
-@click.option("--rows", default="1,8,16,32,64,128,256", show_default=True, callback=parse_counts)
-@click.option("--context", type=click.IntRange(min=1), default=1000, show_default=True, help="Tokens per row.")
-@click.option("--profiled-rows", default="64,256", show_default=True, callback=parse_counts)
-@click.option("--seconds", type=click.FloatRange(min=0.05), default=1.0, show_default=True, help="Per step.")
+@click.option("--model", type=click.Choice(sorted(PRESETS)), default="llama-3.1-8b")
+@click.option("--kv-cache-dtype", type=click.Choice(["auto", "fp8"]), default="auto")
+@click.option("--rows", default="1,8,16,32,64,128,256", callback=parse_counts)
+@click.option("--context", type=click.IntRange(min=1), default=1000, help="Tokens per row.")
+@click.option("--profiled-rows", default="64,256", callback=parse_counts)
+@click.option("--seconds", type=click.FloatRange(min=0.05), default=1.0, help="Per step.")
 @output_option
 def main(
     model: str,

@@ -51,8 +51,8 @@ def ways(x: Tensor, logits: Tensor, experts: Experts) -> dict[str, Run]:
 
 @click.command(cls=GpuCommand)
 @click.option("--model", type=click.Choice([n for n, m in PRESETS.items() if m.num_experts]), default="qwen3-30b-a3b")
-@click.option("--tokens", default="1,4,16,64,128,256,512,2048,8192", show_default=True, callback=parse_counts)
-@click.option("--ways", "wanted", type=click.Choice(WAYS), default=WAYS[0], show_default=True)
+@click.option("--tokens", default="1,4,16,64,128,256,512,2048,8192", callback=parse_counts)
+@click.option("--ways", "wanted", type=click.Choice(WAYS), default=WAYS[0])
 @output_option
 def main(model: str, tokens: tuple[int, ...], wanted: str, output_json: Path) -> None:
     """Measure the experts of one layer of a model."""

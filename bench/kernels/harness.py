@@ -11,10 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bench.record import Refusal
+from bench.record import Tool
 from bullet_graph.cli.result_file import check_result_file
 from bullet_graph.config import KV_BLOCK_TOKENS, EngineConfig
-from bullet_graph.errors import BulletGraphError, ConfigError, DeviceError
+from bullet_graph.errors import ConfigError, DeviceError
 from bullet_graph.kernels.flashinfer_attention import PagedBatch
 from bullet_graph.kernels.memory import KVCache
 from bullet_graph.models.config import ModelConfig
@@ -35,22 +35,21 @@ _CEILING_SIZE = 8192
 _HEAT_S = 3.0
 
 
-class GpuCommand(click.Command):
-    """A command that needs a GPU and writes ``--output-json``; the package's errors become one line."""
-
+class _OnGpu(click.Command):
     def invoke(self, ctx: click.Context) -> Any:
-        try:
-            if not torch.cuda.is_available():
-                raise DeviceError(
-                    f"this benchmark needs a GPU, but torch {torch.__version__} sees no CUDA device: check "
-                    "`nvidia-smi` and that torch is a CUDA build"
-                )
-            check_result_file(ctx.params["output_json"], overwrite=True)
-            with torch.inference_mode():
-                torch.manual_seed(0)
-                return super().invoke(ctx)
-        except BulletGraphError as error:
-            raise Refusal(str(error)) from error
+        if not torch.cuda.is_available():
+            raise DeviceError(
+                f"this benchmark needs a GPU, but torch {torch.__version__} sees no CUDA device: check `nvidia-smi` "
+                "and that torch is a CUDA build"
+            )
+        check_result_file(ctx.params["output_json"], overwrite=True)
+        with torch.inference_mode():
+            torch.manual_seed(0)
+            return super().invoke(ctx)
+
+
+class GpuCommand(Tool, _OnGpu):
+    """A command that needs a GPU and writes ``--output-json``."""
 
 
 output_option = click.option(

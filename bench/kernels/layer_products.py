@@ -83,9 +83,9 @@ def ways(config: ModelConfig, layers: list[dict[str, Linear]], rows: int) -> dic
 
 
 @click.command(cls=GpuCommand)
-@click.option("--model", type=click.Choice(DENSE_PRESETS), default="llama-3.1-8b", show_default=True)
-@click.option("--rows", default="64,128,256,512,640,1024,2048,4096", show_default=True, callback=parse_counts)
-@click.option("--seconds", type=click.FloatRange(min=0.3), default=0.9, show_default=True, help="Per figure.")
+@click.option("--model", type=click.Choice(DENSE_PRESETS), default="llama-3.1-8b")
+@click.option("--rows", default="64,128,256,512,640,1024,2048,4096", callback=parse_counts)
+@click.option("--seconds", type=click.FloatRange(min=0.3), default=0.9, help="Per figure.")
 @output_option
 def main(model: str, rows: tuple[int, ...], seconds: float, output_json: Path) -> None:
     """Measure, and print each rate beside that of a large square product."""

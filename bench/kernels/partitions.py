@@ -64,13 +64,13 @@ def draw(report: dict[str, Any], target: Path) -> None:
 
 
 @click.command(cls=GpuCommand)
-@click.option("--model", type=click.Choice(sorted(PRESETS)), default="llama-3.1-8b", show_default=True)
-@click.option("--backend", default="auto", show_default=True, help="Partition backend.")
-@click.option("--decode-sms", default="16,24,32,48,64,80,96,112", show_default=True, callback=parse_counts)
-@click.option("--batch-size", type=click.IntRange(min=1), default=64, show_default=True)
-@click.option("--context", type=click.IntRange(min=1), default=1000, show_default=True, help="Tokens per row.")
-@click.option("--prompt", type=click.IntRange(min=1), default=2048, show_default=True, help="Tokens.")
-@click.option("--seconds", type=click.FloatRange(min=0.05), default=2.0, show_default=True, help="Per point.")
+@click.option("--model", type=click.Choice(sorted(PRESETS)), default="llama-3.1-8b")
+@click.option("--backend", default="auto", help="Partition backend.")
+@click.option("--decode-sms", default="16,24,32,48,64,80,96,112", callback=parse_counts)
+@click.option("--batch-size", type=click.IntRange(min=1), default=64)
+@click.option("--context", type=click.IntRange(min=1), default=1000, help="Tokens per row.")
+@click.option("--prompt", type=click.IntRange(min=1), default=2048, help="Tokens.")
+@click.option("--seconds", type=click.FloatRange(min=0.05), default=2.0, help="Per point.")
 @click.option("--output-json", type=click.Path(path_type=Path, dir_okay=False), required=True)
 @click.option("--plot", type=click.Path(path_type=Path, dir_okay=False), help="Draw the result too, as SVG or PNG.")
 def main(

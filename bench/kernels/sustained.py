@@ -100,10 +100,10 @@ def average_forward(requests: Sequence[WorkloadRequest], rows: int) -> AverageFo
 
 
 @click.command(cls=GpuCommand)
-@click.option("--model", type=click.Choice(DENSE_PRESETS), default="llama-3.1-8b", show_default=True)
-@click.option("--kv-cache-dtype", type=click.Choice(["auto", "fp8"]), default="auto", show_default=True)
-@click.option("--rows", default="512,1024,2048", show_default=True, callback=parse_counts, help="Per forward.")
-@click.option("--seconds", type=click.FloatRange(min=0.05), default=2.4, show_default=True, help="Per figure.")
+@click.option("--model", type=click.Choice(DENSE_PRESETS), default="llama-3.1-8b")
+@click.option("--kv-cache-dtype", type=click.Choice(["auto", "fp8"]), default="auto")
+@click.option("--rows", default="512,1024,2048", callback=parse_counts, help="Per forward.")
+@click.option("--seconds", type=click.FloatRange(min=0.05), default=2.4, help="Per figure.")
 @output_option
 def main(model: str, kv_cache_dtype: str, rows: tuple[int, ...], seconds: float, output_json: Path) -> None:
     """Measure every workload in forwards of every size."""

@@ -4,7 +4,6 @@ import asyncio
 import dataclasses
 import json
 import math
-import traceback
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -19,16 +18,15 @@ from rich.text import Text
 from bench.peers.comparison import Comparison, make_peer_cells, make_setup
 from bench.peers.residents import group, open_system, require_installed, require_memory
 from bench.peers.systems import OPTION_EXAMPLES, Candidate, Kind, peer_versions
-from bench.record import Refusal
+from bench.record import Tool
 from bullet_graph.cli.bench.sweep import print_sweep
 from bullet_graph.cli.bench.sweep_runner import Sweep, WorkloadSpec
-from bullet_graph.cli.main import message_of
 from bullet_graph.cli.options import Decorator, all_of, setting_options
 from bullet_graph.cli.replay_options import burstiness_option, search_options, sweep_file_options
 from bullet_graph.cli.result_file import to_json
 from bullet_graph.cli.tables import figure, mean_of
 from bullet_graph.engine.replay import event_loop_factory, json_number
-from bullet_graph.errors import BulletGraphError, ConfigError, DeviceError, EngineDeadError
+from bullet_graph.errors import ConfigError, DeviceError
 from bullet_graph.models.presets import resolve_model
 from bullet_graph.perf.energy import open_probe
 from bullet_graph.perf.goodput_search import FASTEST_RATE
@@ -54,7 +52,7 @@ def _options_of(peer: str, arguments: str) -> Decorator:
     return all_of([given, click.option(f"--{peer.lower()}-log", type=path, help=f"A file for {peer}'s messages.")])
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"], "show_default": True})
+@click.command(cls=Tool)
 @setting_options("model")
 @click.option(
     "--system",
@@ -131,15 +129,9 @@ def compare(
       python -m bench.peers --model llama-3.1-8b --system own:mixed --system vllm --all-at-once --one-at-a-time \\
           --gpu-memory-utilization 0.9 --workload azure:conv=600 --output-json offline.json
     """
-    try:
-        candidates = list(dict.fromkeys(map(Candidate.parse, systems)))
-        require_installed(candidates)
-        sweep = _compare(candidates, workloads, output_json, overwrite=overwrite, **options)
-    except BulletGraphError as error:
-        if isinstance(error, EngineDeadError) and error.__cause__ is not None:
-            # The line alone would hide where a device, or the system itself, failed.
-            traceback.print_exception(error.__cause__)
-        raise Refusal(message_of(error, click.get_current_context().command)) from error
+    candidates = list(dict.fromkeys(map(Candidate.parse, systems)))
+    require_installed(candidates)
+    sweep = _compare(candidates, workloads, output_json, overwrite=overwrite, **options)
     if as_json:
         click.echo(to_json(sweep.fields()))
         return

@@ -171,18 +171,19 @@ class Generation:
             tally.prompt_tokens = sum(map(len, prompts))
             slo = None if request.slo is None else Slo(**request.slo.model_dump())
             streams = []
-            for prompt in prompts:
+            for index, prompt in enumerate(prompts):
                 params = request.sampling_params(self._max_tokens(request, len(prompt)), self._defaults)
                 if isinstance(request, protocol.ChatCompletionRequest) and request.offered_tools:
                     # The mark of calls is often a special token.
                     marked = self._tool_format is not None and self._tool_format.begin != ""
                     params = replace(params, skip_special_tokens=params.skip_special_tokens and not marked)
-                streams.append(partial(self._one, prompt, params, slo, kind, hand_over))
+                streams.append(partial(self._one, f"{tally.request_id}-{index}", prompt, params, slo, kind, hand_over))
             async with aclosing(_merged(streams)) as outputs:
                 yield outputs
 
     async def _one(
         self,
+        request_id: str,
         prompt: Sequence[int],
         params: SamplingParams,
         slo: Slo | None,
@@ -192,7 +193,7 @@ class Generation:
         meter = RequestMeter(self._metrics)
         hand_over(params.n)
         try:
-            outputs = self._engine.generate(prompt, params, output_kind=kind, slo=slo)
+            outputs = self._engine.generate(prompt, params, request_id=request_id, output_kind=kind, slo=slo)
             async with aclosing(outputs) as stream:  # type: ignore[type-var]
                 async for output in stream:
                     meter.observe(output)

@@ -166,7 +166,7 @@ def test_searches_side_by_side_go_on_after_an_interruption(
     real = comparison.replay_async
     dies = AsyncMock(side_effect=[*[DEFAULT] * 5, EngineDeadError("the device is gone")], wraps=real)
     monkeypatch.setattr(comparison, "replay_async", dies)
-    assert "the device is gone" in refused(run(f"{trace}@{EASY}", path, *options, systems=systems)).split("Error: ")[1]
+    assert "the device is gone" in refused(run(f"{trace}@{EASY}", path, *options, systems=systems)).split("error: ")[1]
     before = Sweep.read(path)
     assert "sglang_options" not in before.settings  # else no file from before SGLang could go on
     cut = [cell.runs for cell in before.cells]

@@ -15,6 +15,7 @@ from checkpoints import BOS_TOKEN_ID
 from engines import Gate, Model, before_launch
 from servers import MODEL, Served, as_http, serving
 
+from bullet_graph.engine.core import EngineCore
 from bullet_graph.serve.access_log import log_requests, logger
 
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
@@ -82,13 +83,17 @@ def log(caplog: pytest.LogCaptureFixture) -> Log:
     return Log(caplog)
 
 
-def test_each_request_has_a_line(served: Served, log: Log) -> None:
+def test_each_request_has_a_line(served: Served, log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
+    names, add = list[str](), EngineCore.add
+    monkeypatch.setattr(EngineCore, "add", lambda core, one: (names.append(one.request_id), add(core, one)))
     body = {"prompt": [[1] * 7, [2] * 3], "max_tokens": 5, "ignore_eos": True}
     for stream in (False, True):
         response = served.post(COMPLETIONS, **body, stream=stream)
         request_id = response.headers["x-request-id"]
         assert f'"id":"cmpl-{request_id}"' in response.text
         assert log.take(1) == [("POST", COMPLETIONS, "200", "10", "10", request_id)]
+        # A decision trace has them.
+        assert names[-2:] == [f"{request_id}-0", f"{request_id}-1"]
     for path, status in (("/v1/models?key=s3cret", 200), ("/a%0Ab", 404), (COMPLETIONS, 405)):
         request_id = served.http.get(path).headers["x-request-id"]
         assert log.take(1) == [("GET", path.partition("?")[0], str(status), "0", "0", request_id)]

@@ -152,6 +152,17 @@ def test_a_measured_run_is_simulated_by_its_own_settings(tmp_path: Path) -> None
     assert (result.exit_code, "absent.jsonl: a measured run had this trace" in result.stderr) == (2, True)
 
 
+def test_later_runs_at_a_goodput_that_were_unstable_are_told(tmp_path: Path) -> None:
+    (folder := tmp_path / "results").mkdir()
+    cells = [cell(one, run_at(20, 0.95), run_at(30, 0.5)) for one in (AUTO, VLLM_512)]
+    write_comparison(folder / "search.json", *cells, date="2026-01-05")
+    for day, rate, stable in ((4, 20, False), (6, 20.1, False), (7, 19.9, True), (8, 22, False)):
+        own = cell(AUTO, run_at(rate, 0.95, stable=stable))
+        write_comparison(folder / f"day_{day}.json", own, date=f"2026-01-0{day}", commit=str(day))
+    assert report("--results", folder, "--output", tmp_path / "REPORT.md").exit_code == 0
+    assert "ms; later 1 of 2 unstable | 20/s" in (tmp_path / "REPORT.md").read_text(encoding="utf-8")
+
+
 def test_rates_of_split_over_mixed() -> None:
     model = Mock(num_sms=132, decode_sms=(32, 64))
     model.decode.return_value = Prediction(5.0, measured=True)
