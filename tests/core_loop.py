@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass, field
 from itertools import accumulate
+from typing import Any
 
 import numpy as np
 import planner_loads
@@ -189,12 +190,13 @@ class CoreLoop:
         slo: Slo = NO_TARGETS,
         arrival_s: float | None = None,
         scored: int | None = None,
+        matcher: Any = None,
     ) -> str:
         index = len(self.sequences)
         name, arrival = f"request-{index}", self.executor.now() if arrival_s is None else arrival_s
         prompt = np.arange(prompt_tokens, dtype=np.int32) + 10 * (index % (self.num_texts or index + 1))
         params = SamplingParams(temperature=0, ignore_eos=True, max_tokens=output_tokens, prompt_logprobs=scored)
-        sequence = Sequence(name, 0, prompt, params, 100 + index, frozenset(), slo=slo, arrival_s=arrival)
+        sequence = Sequence(name, 0, prompt, params, 100 + index, frozenset(), slo, arrival, matcher=matcher)
         self.sequences[name] = sequence
         self.core.add(Request([Sample(sequence, None)], OutputKind.FINAL_ONLY))
         return name

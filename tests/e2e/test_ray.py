@@ -32,6 +32,7 @@ from ray.serve.request_router import RequestRouter  # noqa: E402
 from bullet_graph.ray.batch_files import CHAT  # noqa: E402
 from bullet_graph.ray.job import _Worker, _workers  # noqa: E402
 from bullet_graph.ray.replicas import PrefixRouter, Scaler  # noqa: E402
+from bullet_graph.ray.serving import _RayForwarder  # noqa: E402
 
 ENGINE = {"device": "cpu", "kv_cache_bytes": 4 << 20, "max_model_len": 512, "cpu_threads": 1, "max_num_seqs": 32}
 OPTIONS = (
@@ -367,3 +368,12 @@ def test_an_application_says_what_it_needs() -> None:
         bullet_graph.ray.app({})
     with pytest.raises(ConfigError, match="did you mean max_num_seqs"):
         bullet_graph.ray.app({"model": "tiny", "max_num_seq": 3})
+
+
+def test_a_body_is_passed_on_up_to_the_byte_for_which_the_app_refuses_it() -> None:
+    parts = iter([{"type": "http.request", "body": b"x" * 8, "more_body": more} for more in (True, True, False)])
+
+    async def receive() -> dict[str, object]:
+        return next(parts)
+
+    assert asyncio.run(_RayForwarder(MagicMock(), 10)._body(receive)) == b"x" * 11

@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+from unittest.mock import Mock
 
 import psutil
 import pytest
@@ -14,6 +15,7 @@ from gpu_requests import GREEDY, LENGTHS, open_engine, prompts
 from noise import Checkpoint, check_against_transformers
 
 from bullet_graph import Engine, PerfTableWarning, SamplingParams, StructuredOutputs
+from bullet_graph.runtime.cuda import CudaExecutor
 
 pytestmark = pytest.mark.gpu
 
@@ -62,6 +64,22 @@ def test_preemption_loses_nothing(model: Checkpoint) -> None:
         stats = engine.stats()
     assert stats.num_preemptions > 0
     assert stats.kv_blocks_used == 0
+    check_against_transformers(outputs, model)
+
+
+@pytest.mark.parametrize("policy", ["mixed:64", "split:48"])
+def test_an_interrupt_loses_the_requests_and_nothing_else(
+    model: Checkpoint, monkeypatch: pytest.MonkeyPatch, policy: str
+) -> None:
+    with open_engine(model.folder, policy) as engine:
+        with monkeypatch.context() as patch:
+            patch.setattr(CudaExecutor, "wait", Mock(side_effect=KeyboardInterrupt))
+            with pytest.raises(KeyboardInterrupt):
+                engine.generate(prompts(), GREEDY, use_tqdm=False)
+        assert isinstance(engine._executor, CudaExecutor)
+        assert engine._executor._pending == {}
+        outputs = engine.generate(prompts(), GREEDY, use_tqdm=False)
+        assert engine.stats().kv_blocks_used == 0
     check_against_transformers(outputs, model)
 
 

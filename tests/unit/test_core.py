@@ -4,6 +4,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -440,3 +441,29 @@ def test_a_prompt_whose_only_token_is_its_first_will_not_decode(output_tokens: i
     while not any(launch.ends_chunk for launch in loop.core.in_flight["prefill"]):
         loop.step()
     assert list(loop.core._decoding_next()) == [loop.sequences[name]] * (output_tokens - 1)
+
+
+def test_a_predicted_ttft_counts_the_layers_of_the_chunk_that_are_not_launched() -> None:
+    loop = CoreLoop("split:48")
+    loop.add(8, 500)
+    loop.step()
+    loop.add(1000, 2)
+    while loop.core._chunk is None:
+        loop.step()
+    scheduled, chunk = loop.core._chunk
+    predicted_ms = loop.core.predicted_ttft_ms(1, NO_TARGETS)
+    loop.core._chunk = scheduled, replace(chunk, layers_left=0)
+    left_ms = chunk.tokens * loop.core.planner.prefill_ms_per_token * chunk.layers_left / NUM_LAYERS
+    assert 0 < chunk.layers_left < NUM_LAYERS
+    assert predicted_ms - loop.core.predicted_ttft_ms(1, NO_TARGETS) == pytest.approx(left_ms)
+
+
+@pytest.mark.parametrize("structured", [True, False])
+def test_a_step_that_a_structured_output_misses_says_nothing_of_the_prediction(structured: bool) -> None:
+    masks = Mock(ended=False, bitmasks=lambda found: np.zeros((len(found), 1), np.int32))
+    planner = _Scripted(Plan("mixed", decode=True, chunk_tokens=64), Plan("solo", decode=True, decode_ms=3.0))
+    loop = CoreLoop(planner)
+    for matcher in (None, masks if structured else None):
+        loop.add(32, 3, matcher=matcher)
+    loop.run()
+    assert planner.observed == ([] if structured else [("solo", "step", 2, 3.0)])

@@ -140,3 +140,10 @@ def test_prompts_share_the_keys_of_what_they_share() -> None:
     assert prompt_keys(first.replace(b"{", b'{"cache_salt": "x", ', 1)) != keys
     assert prompt_keys(b'{"prompt": [1, 2]}') == prompt_keys(b"no JSON") == prompt_keys(b"[]") == []
     assert len(prompt_keys(json.dumps({"prompt": list(range(40))}).encode())) == 2
+
+
+def test_a_conversation_shares_no_keys_with_the_same_text_as_a_prompt() -> None:
+    chat = {"messages": [{"role": "user", "content": "a" * 200}]}
+    chat_keys, keys = (prompt_keys(json.dumps(one).encode()) for one in (chat, {"prompt": "[user]" + "a" * 200}))
+    assert len(chat_keys) == len(keys) > 0
+    assert chat_keys[0] != keys[0]

@@ -15,6 +15,7 @@ from bullet_graph.cli import replicas
 from bullet_graph.config import EngineConfig
 from bullet_graph.errors import ConfigError
 from bullet_graph.serve.errors import ApiError, shutting_down
+from bullet_graph.serve.forward import EngineGoneError
 from bullet_graph.serve.front import Front, Replica, front_app
 from bullet_graph.serve.settings import ServeSettings
 
@@ -131,3 +132,21 @@ def test_what_a_lost_engine_held_is_forgotten() -> None:
     front._holders.add([b"key"], 0)
     front._lost(front._replicas[0])
     assert front._holders.choose([b"key"], 1, lambda _: 0, 16) == (1, 0)
+
+
+async def test_a_second_check_leaves_alone_what_the_first_one_ends() -> None:
+    replica = Replica(0, Mock(), "", _session=Mock(get=Mock(side_effect=TimeoutError)))
+
+    async def ask() -> None:
+        async with replica._asked():
+            try:
+                await asyncio.Event().wait()
+            finally:
+                await asyncio.sleep(0.1)
+
+    asked = asyncio.create_task(ask())
+    for _ in range(2):
+        await asyncio.sleep(0.02)
+        assert await replica.get("/health") is None
+    with pytest.raises(EngineGoneError):
+        await asked

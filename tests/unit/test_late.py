@@ -5,7 +5,9 @@ import pytest
 from fakes.perf_tables import LLAMA_8B
 
 from bullet_graph.config import EngineConfig, Policy
+from bullet_graph.engine.core import PREDICT_EVERY_S
 from bullet_graph.engine.output import OutputKind
+from bullet_graph.engine.prompt_queue import QUEUE_IN_SIGHT
 from bullet_graph.engine.request import Request, Sample
 from bullet_graph.engine.sequence import Sequence
 from bullet_graph.engine.simulation import SimulatedEngine, SimulationSettings
@@ -62,3 +64,16 @@ def test_a_request_that_would_come_too_late_is_refused_and_told_when_to_return()
     told = ApiError.of(error.value)
     assert (told.status, told.body["error"]["code"]) == (429, "too_late")
     assert int(told.headers["Retry-After"]) - predicted_ms / 1e3 == pytest.approx(0.5, abs=0.5)
+
+
+@pytest.mark.parametrize("num_queued", [1, QUEUE_IN_SIGHT + 1])
+def test_a_long_queue_is_ranked_once_in_a_while(num_queued: int) -> None:
+    loop = engine()
+    loop.sleep_until(1.0)
+    told = []
+    for name in map(str, range(num_queued + 1)):
+        add(loop, name, 1000, NO_TARGETS)
+        told.append(loop.stats().predicted_ttft_ms)
+    assert (told[-1] > told[-2]) == (num_queued == 1)
+    loop.sleep_until(1.1 + PREDICT_EVERY_S)
+    assert loop.stats().predicted_ttft_ms == loop.predicted_ttft_ms(1, NO_TARGETS) >= told[-1]

@@ -117,3 +117,10 @@ def test_an_abort_asks_no_driver() -> None:
     communicator.abort()
     assert communicator._ended.item() == peer_reduce.ENDED
     assert [each[0] for each in made.mock_calls] == ["inner.abort"]
+
+
+@pytest.mark.parametrize("missing", [None, (0, 1), (2, 1)])
+def test_every_gpu_must_reach_every_other(missing: tuple[int, int] | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = Mock(call=lambda _name, _attribute, one, other: (one, other) != missing)
+    monkeypatch.setattr(peer_reduce, "CudaDriver", lambda: driver)
+    assert peer_reduce.can_reach(range(3)) == (missing is None)

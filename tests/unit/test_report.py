@@ -193,3 +193,23 @@ def test_the_report_of_the_repository_is_up_to_date() -> None:
     assert result.exit_code == 0, result.output
     texts = "".join(path.read_text() for path in (BENCH / "results").rglob("*.json"))
     assert not re.search(r"/root|[\"= ]/(home|tmp|work)/", texts)
+
+
+def test_the_highest_bound_of_a_peers_settings_counts(tmp_path: Path) -> None:
+    (folder := tmp_path / "results").mkdir()
+    peers = cell(VLLM_512, run_at(20, 0.95), run_at(30, 0.5)), cell(VLLM_2048, run_at(10, 0.95), run_at(12, 0.5))
+    write_comparison(folder / "peers.json", cell(AUTO, run_at(24, 0.95)), *peers)
+    assert report("--results", folder, "--output", tmp_path / "REPORT.md").exit_code == 0
+    text = (tmp_path / "REPORT.md").read_text(encoding="utf-8")
+    # 512 may serve anything below 30/s.
+    assert "20/s (< 30)" in text
+    assert "| 0.80 to ≥ 1.20× |" in text
+
+
+def test_a_search_of_other_sizes_replaces_the_one_before(tmp_path: Path) -> None:
+    (folder := tmp_path / "results").mkdir()
+    for day, requests in ((3, 600), (4, 700)):
+        cells = [cell(one, run_at(20, 0.95), run_at(30, 0.5)) | {"num_prompts": requests} for one in (AUTO, VLLM_512)]
+        write_comparison(folder / f"day_{day}.json", *cells, date=f"2026-01-0{day}", commit=str(day))
+    assert report("--results", folder, "--output", tmp_path / "REPORT.md").exit_code == 0
+    assert (tmp_path / "REPORT.md").read_text(encoding="utf-8").count("| goodput_90, conv, 500/15 ms |") == 1

@@ -305,3 +305,13 @@ def test_settings_fit_the_device_s_32_bit_numbers() -> None:
     assert np.float32(init.top_p) > 0
     # Dividing by it would overflow: the most probable token is what it means.
     assert init.temperature == 0
+
+
+def test_a_prompt_without_room_before_its_window_slides_is_not_offered() -> None:
+    loop = Loop("serial", chunk_tokens=16, window=4, depth=3)
+    sequence = loop.add(38, max_tokens=1)
+    assert [loop.launch().step.prefill_rows for _ in range(2)] == [16, 8]  # type: ignore[union-attr]
+    assert loop.scheduler.prompts(0.0, 0.0) == []
+    loop.retire()
+    assert loop.scheduler.prompts(0.0, 0.0) == [sequence]
+    loop.drain()
