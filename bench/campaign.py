@@ -63,7 +63,7 @@ def read_campaign(path: Path) -> tuple[Job, ...]:
         jobs = tuple(Job(job["name"], tuple(job["commands"])) for job in content["job"])
     except (OSError, tomllib.TOMLDecodeError, KeyError, TypeError) as error:
         raise ConfigError(
-            f"{path} is no campaign: it needs [[job]] tables, each with a name and a list of commands ({error!r})"
+            f"{path} is no campaign: it needs [[job]] tables, each with a name and a list of commands ({type(error).__name__}: {error})"
         ) from error
     names = [job.name for job in jobs]
     if not jobs or len(set(names)) < len(names) or not all(job.commands for job in jobs):

@@ -345,7 +345,7 @@ def prune(
       bullet-graph capture prune 3f2a
     """
     if bool(entries) == (unused_for is not None or max_size is not None):
-        raise click.UsageError("say what to remove: either ENTRY, or --unused-for and --max-size")
+        raise click.UsageError("say what to remove: ENTRY, --unused-for or --max-size")
     if entries:
         names = list(dict.fromkeys(_full_name(store, entry) for entry in entries))
         num_bytes = {entry.entry_id: entry.manifest.num_bytes for entry in store.entries()[0]}

@@ -12,14 +12,7 @@ from functools import cache
 from typing import Any, Literal
 
 from bullet_graph.errors import ConfigError
-from bullet_graph.graphs.capture_plan import (
-    DECODE_GRAPH_BYTES,
-    DECODE_GRAPH_S,
-    PIECE_BYTES,
-    PIECE_S,
-    CapturePlan,
-    DecodeSizes,
-)
+from bullet_graph.graphs import capture_plan as plans
 from bullet_graph.graphs.key import batch_size_buckets, smallest_holding
 from bullet_graph.hardware import GENERIC
 from bullet_graph.partition.masks import lane_sms
@@ -98,15 +91,16 @@ class Group:
 
     demands: tuple[Demand, ...]
     candidates: tuple[int, ...]
-    num_bytes: float = DECODE_GRAPH_BYTES
-    seconds: float = DECODE_GRAPH_S
+    num_bytes: float = plans.DECODE_GRAPH_BYTES
+    seconds: float = plans.DECODE_GRAPH_S
 
     @classmethod
     def of(cls, demands: Sequence[Demand], grid: Sequence[int], layers: int = 0) -> "Group":
         """A group whose candidates are the sizes of a rising grid that steps reach; ``layers`` of piecewise graphs."""
         reached = {smallest_holding(demand.size, grid) for demand in demands}
         candidates = tuple(size for size in grid if size in reached)
-        return cls(tuple(demands), candidates, *((layers * PIECE_BYTES, layers * PIECE_S) if layers else ()))
+        pieces = (layers * plans.PIECE_BYTES, layers * plans.PIECE_S) if layers else ()
+        return cls(tuple(demands), candidates, *pieces)
 
     def saved_ms(self, size: int, sizes: Sequence[int]) -> float:
         """Time that one more size saves beside ``sizes``, which rise."""
@@ -144,7 +138,7 @@ class CaptureUsage:
             beside_ms, whole_ms = self.beside_ms.get(decode_sms, (0.0, 0.0))
             self.beside_ms[decode_sms] = beside_ms + record.device_ms, whole_ms + alone_ms
 
-    def lost_percent(self, groups: dict[GroupKey, Group], plan: CapturePlan) -> float:
+    def lost_percent(self, groups: dict[GroupKey, Group], plan: plans.CapturePlan) -> float:
         """Share of the steps' time that padding and missing sizes cost under a plan."""
         records = (each for sizes in self.steps.values() for same in sizes.values() for each in same)
         device_ms = math.fsum(each.device_ms for each in records)
@@ -157,7 +151,7 @@ class CaptureUsage:
         )
         return 100 * lost_ms / device_ms if device_ms else 0.0
 
-    def groups(self, like: CapturePlan) -> dict[GroupKey, Group]:
+    def groups(self, like: plans.CapturePlan) -> dict[GroupKey, Group]:
         """The steps by what captures them; ``like`` is a plan of the same model and engine.
 
         Piecewise graphs end where those of ``like`` do.
@@ -229,20 +223,20 @@ def _padded(ms: PaddedMs, size: int, num_steps: float) -> PaddedMs:
     return lambda rows: num_steps * max(ms(rows) - ms(size), least_share * ms(size) if rows > size else 0.0)
 
 
-def propose(groups: dict[GroupKey, Group], budget: Budget, *, like: CapturePlan) -> CapturePlan:
+def propose(groups: dict[GroupKey, Group], budget: Budget, *, like: plans.CapturePlan) -> plans.CapturePlan:
     """A plan within a budget: greedily, the size that saves the most time for its share of the budget.
 
     Raises ConfigError where the budget does not allow a single graph.
     """
-    if not budget.affords(DECODE_GRAPH_BYTES, DECODE_GRAPH_S):
+    if not budget.affords(plans.DECODE_GRAPH_BYTES, plans.DECODE_GRAPH_S):
         raise ConfigError(
             f"the whole GPU needs a graph of max_num_seqs={like.max_num_seqs} rows, about "
-            f"{DECODE_GRAPH_BYTES / 1e9:.3f} GB and {DECODE_GRAPH_S:.3f} s, but the budget is "
+            f"{plans.DECODE_GRAPH_BYTES / 1e9:.3f} GB and {plans.DECODE_GRAPH_S:.3f} s, but the budget is "
             f"{budget.memory_bytes / 1e9:g} GB and {budget.time_s:g} s: raise --memory-gb or --time-s"
         )
     chosen: dict[GroupKey, list[int]] = {name: [] for name in groups}
     chosen[None] = [like.max_num_seqs]
-    num_bytes, seconds = float(DECODE_GRAPH_BYTES), DECODE_GRAPH_S
+    num_bytes, seconds = float(plans.DECODE_GRAPH_BYTES), plans.DECODE_GRAPH_S
 
     def savings(name: GroupKey) -> list[tuple[float, int]]:
         group, sizes = groups[name], chosen[name]
@@ -268,6 +262,6 @@ def propose(groups: dict[GroupKey, Group], budget: Budget, *, like: CapturePlan)
     decode = ((name, sizes) for name, sizes in chosen.items() if not isinstance(name, str) and sizes)
     return replace(
         like,
-        decode=tuple(DecodeSizes(name, tuple(sizes)) for name, sizes in decode),
+        decode=tuple(plans.DecodeSizes(name, tuple(sizes)) for name, sizes in decode),
         piecewise_rows=tuple(chosen[PIECEWISE]),
     )

@@ -232,8 +232,7 @@ class EngineCore:
             # The second tokens of its prompts would wait for every step launched ahead of them.
             return False
         if not self._decoding and any(launch.scheduled.step.decode for launch in self.in_flight["decode"]):
-            # Those rows are the last of their sequences. The host, which launches prompts layer by layer for 20 ms,
-            # would hand out their tokens only then.
+            # Those rows are the last of their sequences. The host would hand them out after 20 ms of launching prompts.
             return False
         decoding = self._decoding if plan.decode else []
         filled = fill(chunk_tokens, len(decoding), self.planner.max_rows, self.executor.padded_rows)

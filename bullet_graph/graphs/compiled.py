@@ -85,8 +85,7 @@ def compile_now(part: LayerPart) -> CompiledPart:
     for tensor in rows:
         torch._dynamo.mark_dynamic(tensor, 0, min=2, max=part.max_rows)
     with inductor_contained(), torch._dynamo.config.patch(recompile_limit=_MOST_COMPILED):
-        # dynamic=True would make the weights' shapes symbolic too. Without fullgraph, what cannot be compiled would
-        # silently run eagerly.
+        # dynamic=True would make the weights' shapes symbolic too. Without fullgraph, some parts might run eagerly.
         function: CompiledPart = torch.compile(part.function, dynamic=False, fullgraph=True)
         function(*rows, *part.rest)
     return function

@@ -128,8 +128,7 @@ class DecodeGraphs:
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             step = self._prepare(inputs, key.partition, shared)
-            # The first run loads kernels and lets libraries allocate, which a capture does not allow; all layers use
-            # the same kernels.
+            # The first run loads the kernels of all layers, and libraries allocate: a capture allows neither.
             self._run(step, key.partition, last=1)
             with captured(self._pool) as graph:
                 token_ids = self._run(step, key.partition)

@@ -178,8 +178,7 @@ def _free(driver: CudaDriver, context: Any, own: int, others: Mapping[int, int])
     # Where the device has failed, or is gone at the end of the process.
     with suppress(PartitionError):
         driver.call("cuCtxPushCurrent", context)
-        mappings = [("cuIpcCloseMemHandle", other) for other in others.values()]
-        for name, address in [*mappings, ("cuMemFree", own)]:
+        for name, address in [*(("cuIpcCloseMemHandle", other) for other in others.values()), ("cuMemFree", own)]:
             with suppress(PartitionError):
                 driver.call(name, address)
         driver.call("cuCtxPopCurrent")

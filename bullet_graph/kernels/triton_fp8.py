@@ -56,9 +56,8 @@ def is_own(x: Quantized, linear: Linear) -> bool:
     """Whether :func:`matmul_fp8` is to be used, and not torch's product, for this number of rows and these scales."""
     assert linear.scale is not None
     rows, out_features = len(x.values), len(linear.weight)
-    is_small = rows <= _MOST_OWN_ROWS and rows * out_features < _OWN_OUTPUTS
     # torch's kernels for blocks want scales in other orders.
-    return is_small or len(linear.scale) != out_features
+    return (rows <= _MOST_OWN_ROWS and rows * out_features < _OWN_OUTPUTS) or len(linear.scale) != out_features
 
 
 def matmul_fp8(x: Quantized, linear: Linear, out: Tensor | None = None, *, glu: int = 0) -> Tensor:

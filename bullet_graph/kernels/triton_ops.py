@@ -193,8 +193,7 @@ def sample(logits: Tensor, slots: Tensor, positions: Tensor, state: SamplingStat
     rows, vocab_size = logits.shape
     out = torch.empty(rows, dtype=torch.int32, device=logits.device)
     if rows:
-        # A launch for rows with adjusted logits, which exits at once where there are none: it costs the other rows no
-        # instruction.
+        # A launch for rows with adjusted logits; it exits at once where there are none, and costs other rows nothing.
         for adjusted in (True, False):
             quick(triton_kernels.sample_kernel)[(rows,)](
                 *(logits, slots, positions, state.settings, state.adjustments, state.last_token),

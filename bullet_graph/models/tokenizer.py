@@ -30,6 +30,7 @@ the interpreter's lock."""
 MAX_TEMPLATE_S = 5.0
 """Longest time to render a conversation; published templates take milliseconds."""
 MAX_RENDERED_CHARS = 64 * 1024**2
+_MOST_BITS = 4096
 _DEADLINE = "_deadline"
 """A variable that templates cannot change: only the outermost scope counts."""
 
@@ -272,7 +273,7 @@ class _TemplateEnvironment(ImmutableSandboxedEnvironment):
         super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
         # Jinja's own filter would escape HTML.
         self.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
-        self.filters["_in_time"] = _in_time
+        self.filters |= {"_in_time": _in_time, "_sized": _sized}
         self.globals["raise_exception"] = _raise_exception
         self.globals["strftime_now"] = lambda format: datetime.now().strftime(format)
 
@@ -280,6 +281,8 @@ class _TemplateEnvironment(ImmutableSandboxedEnvironment):
         tree = super()._parse(source, name, filename)
         for loop in tree.find_all(jinja2.nodes.For):
             loop.iter = jinja2.nodes.Filter(loop.iter, "_in_time", [], [], None, None, lineno=loop.lineno)
+        for text in list(tree.find_all(jinja2.nodes.Concat)):
+            text.nodes = [jinja2.nodes.Filter(one, "_sized", [], [], None, None) for one in text.nodes]
         return tree
 
     def call(self, context: Context, obj: Any, *args: Any, **kwargs: Any) -> Any:
@@ -287,8 +290,11 @@ class _TemplateEnvironment(ImmutableSandboxedEnvironment):
         return super().call(context, obj, *args, **kwargs)
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        _check_time(context)
         if operator == "**":
             raise jinja2.TemplateError("powers are not supported")
+        if isinstance(left, int) and isinstance(right, int) and left.bit_length() + right.bit_length() > _MOST_BITS:
+            raise jinja2.TemplateError(f"a number may have {_MOST_BITS} bits")
         for one, other in ((left, right), (right, left)):
             if isinstance(one, Sized):
                 _check_size(len(one) * other if operator == "*" else len(one) + len(other))
@@ -305,6 +311,12 @@ def _in_time(context: Context, items: Iterable[Any]) -> Iterator[Any]:
     for item in items:
         _check_time(context)
         yield item
+
+
+def _sized(item: Any) -> Any:
+    """A text that ``~`` joins to another."""
+    _check_size(len(item) if isinstance(item, str) else 0)
+    return item
 
 
 def _check_size(num_chars: int) -> None:

@@ -377,5 +377,5 @@ def load_table(gpu_or_path: str | Path, *, model: str, dtype: str = "bfloat16") 
     there = ", ".join(table.name for table in list_tables()) or "none"
     raise PerfTableError(
         f"no performance table {path.name} is known in {path.parent} (there: {there}): measure one with "
-        "`bullet-graph profile`, or give the path of a table"
+        "`bullet-graph profile`, give the path of a table, or take an estimate, such as roofline:h200"
     )

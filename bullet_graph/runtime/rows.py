@@ -149,8 +149,7 @@ def settings_row(init: SlotInit) -> Int32Array:
     row[4:6] = np.array([init.seed], dtype=np.int64).view(np.int32)
     row[7] = sampler.USES_BITMASK * init.uses_bitmask
     if (adjust := init.adjustments) is not None:
-        has_longer = any(len(word) > 1 for word in adjust.bad_words)
-        row[7] |= sampler.USES_MARKS | sampler.USES_BAD_WORDS * has_longer
+        row[7] |= sampler.USES_MARKS | sampler.USES_BAD_WORDS * any(len(word) > 1 for word in adjust.bad_words)
         row[8:11] = np.array(adjust.params.penalties, dtype=np.float32).view(np.int32)
     first = sampler.MASKED_IDS_COLUMN
     row[first : first + len(init.masked_token_ids)] = init.masked_token_ids
