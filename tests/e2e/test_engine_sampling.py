@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -331,3 +332,18 @@ def test_logprobs_are_those_of_the_unadjusted_logits(model: Model, masked: bool)
     assert completion.logprobs is not None
     assert completion.token_ids != (best,)
     assert completion.logprobs[0].top[0][0] == best
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({}, ""),
+        ({"skip_special_tokens": False}, "<|im_start|><|im_start|>"),
+        ({"skip_special_tokens": False, "stop_token_ids": [256]}, ""),  # what ends the text is never part of it
+    ],
+)
+def test_special_tokens_in_the_text(fields: dict[str, Any], text: str) -> None:
+    params = SamplingParams(temperature=0, max_tokens=2, logit_bias={256: 100}, **fields)
+    with make_engine() as engine:
+        (output,) = engine.generate([[1, 2]], params, use_tqdm=False)
+    assert output.outputs[0].text == text

@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal
 
 import jsonschema
+import numpy as np
 import openai
 import pydantic
 import pytest
@@ -36,7 +37,7 @@ from bullet_graph import AsyncEngine, Engine, RequestOutput, SamplingParams, Str
 from bullet_graph.engine.structured import Grammars, Matcher
 from bullet_graph.errors import SamplingParamsError
 from bullet_graph.models.presets import PRESETS
-from bullet_graph.models.tokenizer import Tokenizer
+from bullet_graph.models.tokenizer import Tokenizer, byte_tokenizer
 
 NUM_SCHEMAS = 60
 MATCHES = re.compile("[a-z]{3}-[0-9]{8,12}(x|yz)")
@@ -63,6 +64,24 @@ def structured(engine: Engine, seed: int = 0, n: int = 1, **fields: Any) -> Samp
 
 
 # ---- what is followed ----
+
+
+def test_ids_that_the_tokenizer_lacks_may_not_come_next() -> None:
+    """Models often pad their embeddings."""
+    model = dataclasses.replace(PRESETS["tiny"], vocab_size=600, eos_token_ids=(257,))
+    matcher = Grammars(model, byte_tokenizer(512)).matcher(StructuredOutputs(regex=".*"))
+    allowed = np.unpackbits(Matcher.bitmasks([matcher]).view(np.uint8), bitorder="little")
+    assert len(allowed) == 19 * 32
+    assert allowed[:512].any()
+    assert not allowed[512:].any()
+
+
+def test_each_tag_has_its_own_trigger() -> None:
+    tags = [{"begin": f"<{name}=x>", "schema": {"type": "integer"}, "end": f"</{name}>"} for name in "fg"]
+    of_both = StructuredOutputs(structural_tag={"triggers": ["<f", "<g"], "structures": tags})
+    model, tokenizer = dataclasses.replace(PRESETS["tiny"], eos_token_ids=(257,)), byte_tokenizer(512)
+    matcher = Grammars(model, tokenizer).matcher(of_both)
+    assert all(map(matcher.accept, tokenizer.encode("a <g=x>5</g>")))
 
 
 def test_every_json_document_is_valid(tiny: Engine) -> None:

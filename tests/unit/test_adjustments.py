@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from examples import few
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from sampling_rows import settings_row
 
@@ -63,7 +63,28 @@ def state_of(by: Adjustments, allowed: set[int] | None, **changes: object) -> Sa
     return state
 
 
+RESUMED = Adjustments(
+    SamplingParams(logit_bias={2: 100, 7: 90}),
+    bad_words=((1, 2), (1, 7, 2)),
+    prompt_token_ids=np.array([9], np.int32),
+    output_token_ids=np.array([0, 1], np.int32),
+)
+"""A sequence that goes on after a preemption: bad words begin in what it has put out."""
+
+OFTEN = Adjustments(
+    SamplingParams(logit_bias={4: 100, 5: 90}, presence_penalty=2.0),
+    bad_words=(),
+    prompt_token_ids=np.array([9], np.int32),
+    output_token_ids=np.full(9, 4, np.int32),
+)
+"""The penalty is the same for one time and for nine."""
+
+
 @few(20)
+@example(by=RESUMED, allowed=None, seed=0, sampler=sample)
+@example(by=RESUMED, allowed=None, seed=0, sampler=triton_sample)
+@example(by=OFTEN, allowed=None, seed=0, sampler=sample)
+@example(by=OFTEN, allowed=None, seed=0, sampler=triton_sample)
 @given(
     by=adjustments,
     allowed=st.none() | st.sets(token_ids, min_size=20),
@@ -91,7 +112,9 @@ def test_greedy_tokens_are_those_of_the_definitions(
         output.append(token)
 
 
-@pytest.mark.parametrize("cuts", [{}, {"top_k": 5}, {"top_p": 0.7}, {"top_p": 0.9, "min_p": 0.1}])
+@pytest.mark.parametrize(
+    "cuts", [{}, {"top_k": 5}, {"top_p": 0.7}, {"top_p": 0.9, "min_p": 0.1}, {"top_k": 4, "top_p": 0.6}]
+)
 def test_both_samplers_draw_the_same_tokens_from_adjusted_logits(cuts: dict[str, float]) -> None:
     by = Adjustments(
         SamplingParams(

@@ -152,3 +152,9 @@ def test_captures_and_timings_leave_the_cache_of_sequences_alone(monkeypatch: py
     graphs.time_next()
     after = [half for layer in range(CONFIG.num_layers) for half in decoder.cache.layer(layer)]
     assert all(torch.equal(old[1:], new[1:]) for old, new in zip(before, after, strict=True))
+
+
+def test_the_scale_of_embeddings_is_rounded_as_in_training() -> None:
+    decoder = new_decoder(VARIANTS["gemma3"], num_blocks=4, dtype=torch.bfloat16)
+    scale = torch.tensor(11.3, dtype=torch.bfloat16)
+    assert torch.equal(decoder.embed(TOKEN_IDS, TorchOps()).x, decoder.weights.embed[TOKEN_IDS] * scale)

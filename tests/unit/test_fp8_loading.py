@@ -19,7 +19,7 @@ from bullet_graph.models.config import with_padded_heads
 from bullet_graph.models.layers import Mixture
 from bullet_graph.models.presets import PRESETS, load_model_config
 from bullet_graph.models.quantization import in_formats
-from bullet_graph.models.weights import ModelWeights, checkpoint_views
+from bullet_graph.models.weights import ModelWeights, checkpoint_views, put_quantized, scale_cached
 from bullet_graph.perf.roofline import Fp8Weights
 
 CPU = torch.device("cpu")
@@ -166,10 +166,36 @@ def test_broken_checkpoint(tmp_path: Path, name: str) -> None:
         read_weights(tmp_path)
 
 
-def test_blocks_that_cross_modules_are_refused(tmp_path: Path) -> None:
-    write_fp8_checkpoint(tmp_path, BLOCKS, intermediate_size=192)
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [("llama", {"intermediate_size": 192}), ("phi3", {})],  # the second's rows are held in another order
+)
+def test_blocks_that_cross_modules_are_refused(tmp_path: Path, family: Family, changes: dict[str, int]) -> None:
+    write_fp8_checkpoint(tmp_path, BLOCKS, family, **changes)
     with pytest.raises(UnsupportedModelError, match="multiples of 128 channels"):
         read_weights(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("scales", "k", "v"),
+    [
+        ({"k_scale": 3.0, "v_scale": [0.3]}, 4.0, 0.5),  # rounded up to powers of two
+        ({"k_proj.k_scale": 0.3, "v_proj.v_scale": 2.0}, 0.5, 2.0),
+        ({"k_proj.output_scale": 3.0, "v_proj.output_scale": 0.25}, 4.0, 0.25),
+    ],
+)
+def test_scales_of_keys_and_values_go_into_the_weights(
+    tmp_path: Path, scales: dict[str, Any], k: float, v: float
+) -> None:
+    write_fp8_checkpoint(tmp_path, "compressed channel")
+    config = replace(load_model_config(tmp_path), fp8_kv=True)
+    expected = read_weights(tmp_path, config)
+    scale_cached(config, expected.layers[1], k, v)
+    own = {f"model.layers.1.self_attn.{name}": torch.tensor(scale) for name, scale in scales.items()}
+    save_file(load_file(tmp_path / FILE) | own, tmp_path / FILE)
+    found = projections(read_weights(tmp_path, config))
+    for name, linear in projections(expected).items():
+        assert torch.equal(dequantized(found[name]), dequantized(linear)), name
 
 
 # ---- quantized while loading ----
@@ -185,6 +211,17 @@ def test_a_plain_checkpoint_is_quantized_by_channel(tmp_path: Path) -> None:
         assert linear.scale is not None
         assert torch.equal(linear.scale, scale)
         assert (linear.bias is None) == (not name.endswith("qkv"))
+
+
+@pytest.mark.parametrize("blocks", [True, False])
+def test_weights_are_quantized_some_rows_at_a_time(blocks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bullet_graph.models.weights._MOST_ELEMENTS", 150 * 200)  # 128 rows, and no part of a block
+    source = torch.randn(300, 200, generator=torch.Generator().manual_seed(1))
+    expected = quantize_weight(source, blocks=blocks)
+    values, scales = (torch.zeros_like(tensor) for tensor in expected)
+    put_quantized(source, values, scales)
+    assert torch.equal(values.float(), expected[0].float())
+    assert torch.equal(scales, expected[1])
 
 
 def test_dummy_weights_are_those_of_16_bits_quantized() -> None:

@@ -164,6 +164,16 @@ def test_dtype_conversion(tmp_path: Path, stored: torch.dtype, wanted: torch.dty
     assert torch.equal(weights.layers[0].mlp.down.weight, down.to(wanted))
 
 
+def test_norms_that_add_one_are_held_in_float32(tmp_path: Path) -> None:
+    stored = write_checkpoint(tmp_path, "gemma3", num_layers=1, dtype=torch.bfloat16, tokenizer=False).state_dict()
+    weights = read_weights(tmp_path, dtype=torch.bfloat16)
+    assert weights.embed.dtype is torch.bfloat16
+    assert torch.equal(weights.final_norm, 1 + stored["model.norm.weight"].float())
+    norms = weights.layers[0].attention.head_norms
+    assert norms is not None
+    assert torch.equal(norms.q, 1 + stored["model.layers.0.self_attn.q_norm.weight"].float())
+
+
 def test_weights_outlive_the_files(make: Make) -> None:
     folder = make()
     weights = read_weights(folder)

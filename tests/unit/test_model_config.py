@@ -6,11 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoConfig
+import torch
+from transformers import AutoConfig, Qwen3Config
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from bullet_graph.errors import ConfigError, ModelError, UnsupportedModelError
+from bullet_graph.models.json_files import JsonObject
 from bullet_graph.models.presets import PRESETS, FoundModel, load_model_config, resolve_model
-from bullet_graph.models.rope import Rope, RopeDivisors
+from bullet_graph.models.rope import Rope, RopeDivisors, read_rope_entry
 
 LLAMA: dict[str, Any] = json.loads("""{
     "architectures": ["LlamaForCausalLM"], "attention_bias": false, "eos_token_id": 128009, "hidden_act": "silu",
@@ -78,6 +81,11 @@ QWEN2_MOE = QWEN3_MOE | json.loads("""{
     "architectures": ["Qwen2MoeForCausalLM"], "model_type": "qwen2_moe", "max_window_layers": 21,
     "norm_topk_prob": false, "shared_expert_intermediate_size": 5632, "sliding_window": 32768
 }""")
+GIVEN = {
+    *("architectures", "model_type", "head_dim", "moe_intermediate_size", "shared_expert_intermediate_size"),
+    *("num_experts", "num_experts_per_tok", "num_local_experts"),
+}
+"""Keys besides the common ones without which the config classes' own sizes are taken."""
 YARN = {"factor": 4.0, "original_max_position_embeddings": 8192, "type": "yarn"}
 
 ABSENT = object()
@@ -348,6 +356,8 @@ def test_resolve_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("tiny", "nowhere"):
         with pytest.raises(ConfigError, match=f"revision=main is for a hub id .*, not for '{name}'"):
             resolve_model(name, "main")
+    monkeypatch.chdir("tiny")
+    assert resolve_model(".").name == "tiny"
 
 
 # ---- as transformers 5 writes them ----
@@ -355,7 +365,9 @@ def test_resolve_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 PUBLISHED = {
     "gemma": GEMMA,
     "gemma, scaled": GEMMA | {"rope_scaling": {"factor": 8.0, "rope_type": "linear"}},
-    "gemma, by defaults": {key: value for key, value in GEMMA.items() if "rope" not in key and "attn" not in key},
+    "gemma, by defaults": {
+        key: value for key, value in GEMMA.items() if not {"rope", "attn", "window"} & set(key.split("_"))
+    },
     "phi": PHI,
     "phi, unscaled": PHI | {"rope_scaling": None, "partial_rotary_factor": 1.0, "sliding_window": 2047},
     "phi, before": PHI
@@ -375,6 +387,15 @@ PUBLISHED = {
     "qwen3 moe with windows": QWEN3_MOE | {"use_sliding_window": True, "sliding_window": 64},
     "qwen2 moe": QWEN2_MOE,
     "qwen2 moe with windows": QWEN2_MOE | {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 7},
+    **{
+        f"{base['model_type']}, by the classes' defaults": {
+            **{key: value for key, value in base.items() if key in COMMON or key in GIVEN},
+            "sliding_window": 64,
+        }
+        for base in (GEMMA, SMOLLM, OLMO, GRANITE, QWEN, MIXTRAL, QWEN3_MOE, QWEN2_MOE)
+    },
+    "phi, by default": {key: value for key, value in PHI.items() if key != "original_max_position_embeddings"},
+    "phi, by another early name": PHI | {"rope_scaling": PHI["rope_scaling"] | {"type": "yarn"}},
     "qwen with windows": QWEN | {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 7},
 }
 
@@ -407,3 +428,23 @@ def test_what_phi_s_keys_mean(tmp_path: Path) -> None:
     assert isinstance(model.rope.scaling, RopeDivisors)
     # √(1 + ln(32768 / 4096) / ln(4096))
     assert model.rope.scaling.attention_factor == pytest.approx(1.118034)
+
+
+@pytest.mark.parametrize(
+    ("theta", "original", "factor"),
+    [
+        (1e6, 32768, 4.0),  # Qwen's
+        (1e4, 131072, 4.0),  # no frequency is slowed wholly
+        (1e6, 32768, 0.8),
+    ],
+)
+def test_yarn_of_published_sizes_is_that_of_transformers(theta: float, original: int, factor: float) -> None:
+    entry = {"rope_type": "yarn", "rope_theta": theta, "factor": factor, "original_max_position_embeddings": original}
+    theirs = Qwen3Config(head_dim=128, max_position_embeddings=original, rope_parameters=entry)
+    frequencies, attention_factor = ROPE_INIT_FUNCTIONS["yarn"](theirs, torch.device("cpu"))
+    path = Path("config.json")
+    rope = read_rope_entry(JsonObject(path, {"max_position_embeddings": original}), JsonObject(path, entry), 128)
+    assert isinstance(rope.scaling, RopeDivisors)
+    ours = theta ** (-torch.arange(0, 128, 2) / 128) / torch.tensor(rope.scaling.divisors)
+    torch.testing.assert_close(ours, frequencies)
+    assert rope.scaling.attention_factor == pytest.approx(attention_factor)

@@ -526,3 +526,7 @@ def test_two_sums_a_layer_over_ranks_take_their_time(ranks: int, sent: float) ->
         assert prefill[0] - prefill[1] == pytest.approx(160 * each_ms)
     whole = PRESETS["llama-3.1-70b"]
     assert Roofline(H200, whole).decode(8, 1000) == Roofline(free, whole).decode(8, 1000)
+
+
+def test_one_slow_repeat_does_not_move_a_point() -> None:
+    assert median_ms([(1.0, 5.0), (90.0, 4.0), (2.0, 4.5)]) == (2.0, 4.5)

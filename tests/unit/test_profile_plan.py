@@ -1,8 +1,10 @@
 """The points of a profile: deterministic, within the budget, covering what predictions need."""
 
 import dataclasses
+from unittest.mock import Mock
 
 import pytest
+import torch
 from fakes.perf_tables import LLAMA_8B
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -13,6 +15,7 @@ from bullet_graph.perf.performance import OPENED_ROWS, attention_pairs, tile_of
 from bullet_graph.perf.profile_plan import MIN_INTERVALS, WARM_S, ProfileLimits, ProfilePlan, plan_profile, seconds_of
 from bullet_graph.perf.roofline import Roofline
 from bullet_graph.perf.table import KINDS, ProfilePoint
+from bullet_graph.runtime.profile import Repeats, _measure
 
 NUM_SMS = 132
 DECODE_SMS = (16, 24, 32, 48, 64, 80, 96)
@@ -126,6 +129,8 @@ def test_slow_points_take_longer_than_the_burst() -> None:
         # Ten rows of 100 tokens take 70 blocks; the cache has 100.
         (ProfilePoint("mixed", None, 10, 100, 200), True),
         (ProfilePoint("split", 16, 10, 144, 200), False),
+        (ProfilePoint("mixed", None, 10, 145, 1), False),  # 101 blocks, which are not full
+        (ProfilePoint("decode", None, 1, 500), True),
     ],
 )
 def test_limits(point: ProfilePoint, allowed: bool) -> None:
@@ -143,3 +148,15 @@ def test_limits(point: ProfilePoint, allowed: bool) -> None:
 def test_a_plan_that_cannot_be(limits: ProfileLimits, budget_s: float, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         plan(limits=limits, budget_s=budget_s)
+
+
+@pytest.mark.parametrize("done", [0, 1])  # by a profile that was interrupted
+def test_a_pass_measures_each_point_that_lacks_it(done: int) -> None:
+    chosen, bench = plan(), Mock(device=torch.device("cpu"), num_ranks=1)
+    bench.measure.return_value = (1.0,)
+    measured: Repeats = {point: [] for point in chosen.points}
+    measured[chosen.grid[0]] += [(2.0,)] * done
+    passes = list(_measure(bench, chosen, measured, 480.0, progress=False))
+    assert {len(repeats) for repeats in measured.values()} == {chosen.num_passes}
+    every = len(chosen.points)
+    assert [each.num_points for each in passes] == [every - done, *[every] * (chosen.num_passes - 1)]

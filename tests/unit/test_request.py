@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from bullet_graph.engine.output import CompletionOutput, OutputKind
@@ -74,6 +74,7 @@ STOPS = st.lists(st.text("ab\ufffd", min_size=1, max_size=5), max_size=3)
 
 
 @settings(max_examples=400)
+@example(pieces=["aa", "b"], stops=["b", "aab"], limits=(9, 0))  # the later one is the longer and comes first
 @given(pieces=PIECES, stops=STOPS, limits=st.tuples(st.integers(1, 14), st.integers(0, 14)))
 def test_text_ends_where_a_naive_search_says(pieces: list[str], stops: list[str], limits: tuple[int, int]) -> None:
     max_tokens, min_tokens = max(limits), min(limits)

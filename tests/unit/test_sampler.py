@@ -199,10 +199,13 @@ def test_sampling_leaves_the_logits_as_they_were(dtype: torch.dtype) -> None:
 # ---- log-probabilities ----
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("count", [0, 1, 4])
-def test_logprobs_are_those_of_the_whole_softmax(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_logprobs_are_those_of_the_whole_softmax(
+    count: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("bullet_graph.sampling_params.SCORED_ROWS", 2)
-    logits = torch.randn(3, 10, generator=torch.Generator().manual_seed(2))
+    logits = torch.randn(3, 10, generator=torch.Generator().manual_seed(2)).to(dtype)
     tokens = torch.tensor([9, 0, 4], dtype=torch.int32)
     chosen, top_ids, top = token_logprobs(logits, tokens, count)
     exact = torch.log_softmax(logits.double(), -1)

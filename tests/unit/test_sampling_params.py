@@ -24,7 +24,8 @@ GOOD = [
     ("repetition_penalty", (1, 0.5, 1e3)),
     ("frequency_penalty", (0, -2, 1.5)),
     ("presence_penalty", (0, 2, -0.5)),
-    ("logit_bias", ({}, {5: 1, 0: -100.0}, ((3, 0.5),))),
+    ("logit_bias", ({}, {5: 1, 0: -100.0}, ((3, 0.5),), dict.fromkeys(range(1023), 1))),
+    ("cache_salt", (None, "a")),
     ("bad_words", ((), ["a", "bc"])),
     ("n", (1, 3)),
 ]
@@ -46,6 +47,7 @@ BAD = [
     ("frequency_penalty", (-2.1, 3, math.nan, None)),
     ("presence_penalty", (2.1, True, "1")),
     ("logit_bias", ({5: 101}, {-1: 0}, {"5": 1}, {5: math.nan}, {5: None}, dict.fromkeys(range(1024), 1), 5, "x")),
+    ("cache_salt", ("", 1)),
     ("bad_words", ("", "abc", [""], [1], None)),
     ("n", (0, -1, 1.5, None, True)),
 ]

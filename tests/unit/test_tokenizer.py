@@ -212,7 +212,7 @@ def test_chat_template_equals_that_of_transformers(folder: Path, tokenizer: Toke
 # loop controls, namespaces, the date.
 PUBLISHED_IDIOMS = """
 {%- if tools is not none %}tools{% endif %}
-{%- if documents %}documents{% endif %}
+{%- if documents is not none %}documents{% endif %}
 {%- set ns = namespace(count=0) %}
 {% for message in messages %}
     {% if message['role'] == 'assistant' %}
@@ -256,6 +256,8 @@ def test_named_templates(tmp_path: Path) -> None:
     write_config(tmp_path, chat_template=named, bos_token={"content": "<s>", "special": True})
     for tools, text in ((None, "<s>plain"), ([], "<s>plain"), ([{"type": "function"}], "tool")):
         assert read(tmp_path).apply_chat_template(MESSAGES, tools=tools) == text
+    own = read(tmp_path).apply_chat_template(MESSAGES, template_kwargs={"bos_token": "<own>"})
+    assert own == "<own>plain"
     (tmp_path / "additional_chat_templates").mkdir()
     (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text("file")
     assert read(tmp_path).apply_chat_template(MESSAGES, tools=[{}]) == "file"
@@ -313,6 +315,33 @@ def test_texts_come_back(text: str) -> None:
 def test_long_texts_are_the_same_tokens() -> None:
     # Long texts take another way through the library, one that lets other threads run.
     assert BYTES.encode("hello " * 2000) == BYTES.encode("hello ") * 2000
+
+
+@pytest.mark.parametrize("text", ["hi", "hi " * 2000])
+def test_only_the_beginning_of_a_text_that_wants_it_is_a_special_token(tokenizer: Tokenizer, text: str) -> None:
+    assert tokenizer.encode(text) == [BOS_TOKEN_ID, *tokenizer.encode(text, add_special_tokens=False)]
+
+
+@pytest.mark.parametrize(
+    ("skipped", "text"),
+    [(None, "<think>hi"), (set(), "<think>hi<|im_end|>"), ({257}, "<think>hi"), ({72, 512}, "<think>hi<|im_end|>")],
+)
+def test_a_stream_leaves_out_special_tokens_alone(skipped: set[int] | None, text: str) -> None:
+    tokenizer = with_added("<think>")
+    stream, ids = tokenizer.stream(skipped), tokenizer.encode("<think>hi<|im_end|>")
+    assert ids[0] == 512
+    assert "".join([*map(stream.push, ids), stream.flush()]) == text
+
+
+def test_an_added_token_may_be_the_longest() -> None:
+    assert with_added("<tool_response>").max_token_characters == len("<tool_response>")
+
+
+def with_added(text: str) -> Tokenizer:
+    """With a token that is not special."""
+    raw = tokenizers.Tokenizer.from_str(BYTES.to_json())
+    raw.add_tokens([text])
+    return Tokenizer(raw)
 
 
 def test_a_conversation_has_a_token_at_each_end_of_a_turn() -> None:

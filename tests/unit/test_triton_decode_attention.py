@@ -211,6 +211,12 @@ def test_which_blocks_are_common() -> None:
     assert batch.shared.group_indptr.tolist() == [0, 100, 200, 200, 200]
     assert torch.diff(batch.shared.own_indptr).tolist() == [1, 1, 1, 1, 1, 1, 1, 52, 1]
     assert batch_of([[*common, 200], [9]])[2].shared is None
+    # What all members have in common, whichever pair has the least.
+    for lengths in ([20, 60, 90], [90, 60, 20], [60, 20, 90]):
+        rows = [[*common[:length], *range(200 + 100 * row, 300 + 100 * row)] for row, length in enumerate(lengths)]
+        shared = batch_of(rows)[2].shared
+        assert shared is not None
+        assert (shared.members.tolist(), shared.group_indptr.tolist()) == ([0, 3], [0, 20])
     # Few in common.
     assert batch_of([[*common[:7], *[200 + row] * 9] for row in range(60)])[2].shared is None
     # A block of this cache is 16 KiB: for 9,000 less to read, a launch does not pay; 500 stay in the L2 cache.

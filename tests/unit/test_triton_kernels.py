@@ -199,7 +199,7 @@ def test_sample_keeps_masked_ids_out_until_their_position(generator: torch.Gener
 def test_greedy_takes_the_first_of_equal_logits() -> None:
     state = SamplingState(1, 5000, DEVICE)
     logits = torch.zeros(1, 5000, device=DEVICE)
-    logits[0, [4321, 77, 4999]] = 2.0
+    logits[0, [77 + 4096, 77, 4999]] = 2.0  # the first in the same lane of the next block
     slots = torch.zeros(1, dtype=torch.int32, device=DEVICE)
     assert triton_sample(logits, slots, slots, state).tolist() == [77]
 
