@@ -63,7 +63,7 @@ def read_campaign(path: Path) -> tuple[Job, ...]:
         jobs = tuple(Job(job["name"], tuple(job["commands"])) for job in content["job"])
     except (OSError, tomllib.TOMLDecodeError, KeyError, TypeError) as error:
         raise ConfigError(
-            f"{path} is no campaign: it needs [[job]] tables, each with a name and a list of commands ({type(error).__name__}: {error})"
+            f"{path} is no campaign: it needs [[job]] tables, each with a name and a list of commands ({error!r})"
         ) from error
     names = [job.name for job in jobs]
     if not jobs or len(set(names)) < len(names) or not all(job.commands for job in jobs):
@@ -160,7 +160,7 @@ class Campaign:
 @click.argument("campaign", type=click.Path(path_type=Path, exists=True, dir_okay=False))
 @click.option("--results", type=click.Path(path_type=Path, file_okay=False), required=True)
 @click.option("--gpus", default="0", help="Such as 0,1,2, or groups: 0+1,2+3; cpu for none.")
-@click.option("--only", default="", metavar="NAME,…", help="Run these jobs alone.")
+@click.option("--only", default="", metavar="NAME,…", show_default=False, help="Run these jobs alone.")
 @click.option("--time-limit-s", type=click.FloatRange(min=0), default=float("inf"), help="Stop after this time.")
 def main(campaign: Path, results: Path, gpus: str, only: str, time_limit_s: float) -> None:
     """Run a campaign; the same command continues it.

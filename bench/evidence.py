@@ -123,7 +123,7 @@ class Task:
         own: this engine's cells by system.
         peers: the peer's, a cell for each of its settings.
         older: the same searches before it, newest first.
-        runs: all of ``auto`` at rates, each with its file's date, also where no peer ran.
+        runs: of ``auto`` with the included table, at rates, each with its file's date, also where no peer ran.
     """
 
     source: Source
@@ -174,11 +174,12 @@ class Task:
         """This and the older ones in which this engine ran ``auto``."""
         return [one for one in (self, *self.older) if CLAIMED in one.own]
 
-    def since(self, rate: float) -> str:
-        """How many of the later runs at this rate were unstable, as more text; empty where none was."""
+    def since(self, best: Run | None, share: float) -> str:
+        """How many later runs at the best one's rate did not serve the share, as more text; empty where all did."""
         later = (run for date, run in self.runs if date > self.source.date)
-        stable = [run["stable"] for run in later if 0.99 < run["request_rate"] / rate < 1.01]
-        return f"; later {stable.count(False)} of {len(stable)} unstable" * (False in stable)
+        near = (run for run in later if best and abs(run["request_rate"] / best["request_rate"] - 1) < 0.005)
+        good = [run["stable"] and run["slo_attainment"] >= share for run in near]
+        return f"; later {good.count(False)}/{len(good)} failed" * (False in good)
 
     def searched(self, share: float = min(SHARES)) -> tuple[Searched, list[Searched]]:
         """This engine's search for the rate that serves a share, and the peers'."""
@@ -205,7 +206,8 @@ def tasks_of(sources: Sequence[Source]) -> list[Task]:
     runs: dict[tuple[object, ...], list[tuple[str, Run]]] = {}
     for one in found.values():
         own = runs.setdefault((one.model, one.workload, one.slo), [])
-        own.extend((one.source.date, run) for run in one.own.get(CLAIMED, {"runs": ()})["runs"] if one.is_search)
+        if one.is_search and CLAIMED in one.own and not one.source.fields["settings"].get("perf_table"):
+            own.extend((one.source.date, run) for run in one.own[CLAIMED]["runs"])
     for both in found.values():
         for kind in sorted({name.split()[0] for name in both.peers}) if both.own else ():
             peers = {name: cell for name, cell in both.peers.items() if name.split()[0] == kind}

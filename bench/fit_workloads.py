@@ -37,7 +37,7 @@ NUM_SHARES = 10
 @click.command(cls=Tool, help=__doc__)
 @click.argument("conv", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @click.argument("code", type=click.Path(exists=True, dir_okay=False, path_type=Path))
-@click.option("--output", type=click.Path(path_type=Path), default=DATA / "azure_lengths.json", help="Of the tables.")
+@click.option("--output", type=click.Path(dir_okay=False, path_type=Path), default=DATA / "azure_lengths.json")
 def main(conv: Path, code: Path, output: Path) -> None:
     tables = {}
     for name, path in (("conv", conv), ("code", code)):

@@ -29,7 +29,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.record import Tool
-from bullet_graph.cli.result_file import to_json, write_result_file
+from bullet_graph.cli.result_file import check_result_file, to_json, write_result_file
 from bullet_graph.errors import ConfigError, EngineDeadError
 
 COMPARED = ("median_ttft_ms", "median_tpot_ms")
@@ -105,7 +105,7 @@ def compare(runs: list[dict[str, dict[str, Any]]]) -> dict[str, dict[str, float 
 @click.option("--num-prompts", type=int, default=600)
 @click.option("--request-rate", type=float, default=16.0)
 @click.option("--policy", default="mixed")
-@click.option("--slo", default="", help='Targets in ms, such as "ttft:500 tpot:15", of both.')
+@click.option("--slo", default="", show_default=False, help='Targets in ms, such as "ttft:500 tpot:15", of both.')
 @click.option("--engine-options", default="--max-num-seqs 256", help="Further options of both engines.")
 @click.option("--repeats", type=click.IntRange(min=1), default=3)
 @click.option("--limit-percent", type=float, default=5.0)
@@ -123,6 +123,7 @@ def main(
     output_json: Path,
 ) -> None:
     """Compare, and write all runs and the comparison as JSON."""
+    check_result_file(output_json, overwrite=True)
     of_engine = ("--model", model, "--policy", policy, *shlex.split(engine_options))
     load = ("--trace", trace, "--num-prompts", str(num_prompts), "--request-rate", str(request_rate))
     targets = ("--goodput", *slo.split()) if slo else ()

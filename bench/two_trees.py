@@ -200,7 +200,7 @@ def main(
     settings["gpu_memory_utilization"] = 0.95
     try:
         tasks = make_tasks(batches, at_once, rates, seed)
-    except ValueError as error:
+    except (ValueError, ZeroDivisionError) as error:
         raise click.UsageError(f"--at-once and --rate are TRACE=COUNT and TRACE=COUNT@RATE: {error}") from None
     workers = []
     starts = {}

@@ -145,7 +145,7 @@ def _tables(summary: TraceSummary) -> list[Table]:
     for cause, count in summary.causes.items():
         causes.add_row(Text(cause), f"{count:,}")
     misses = table_of("worst misses", "target", "ms", "limit, ms", "why")
-    misses.columns[-1].justify = "left"
+    misses.columns[0].overflow, misses.columns[-1].justify = "fold", "left"
     for miss in summary.misses[:_MOST_MISSES_SHOWN]:
         misses.add_row(
             Text(miss.request_id),

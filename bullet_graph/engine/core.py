@@ -243,8 +243,7 @@ class EngineCore:
         if scheduled.step.prefill is None:
             rows, most_rows = len(scheduled.sampled), self.executor.max_batch_size
             partition = self.in_flight.decode_partition(plan.partition, rows, most_rows)
-        # If blocks ran out for some of the planned rows, or structured outputs wait for their tokens, the prediction
-        # does not apply. Rows in place of padding do not count.
+        # No prediction applies to fewer rows than planned: blocks ran out, or structured outputs wait for their tokens.
         some_wait = any(x.scheduled.step.bitmasks is not None for x in self.in_flight["decode"])
         predicted_ms = plan.decode_ms if scheduled.step.prefill_rows >= chunk_tokens and not some_wait else None
         self._submit(scheduled, Placement("decode", partition, least_rows=plan.least_rows), plan, predicted_ms)

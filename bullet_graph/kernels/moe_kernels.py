@@ -159,8 +159,7 @@ def grouped_matmul_kernel(
         end = tl.load(blocks_ptr + 2 * max_blocks + tile_m)
         places = tl.load(blocks_ptr + max_blocks + tile_m) + tl.arange(0, BLOCK_M)
         is_pair = places < end
-        # Beyond the block's end its last pair is computed again, and beyond the last column the first: loads need no
-        # mask.
+        # Beyond the block's end its last pair is computed again, beyond the last column the first: no masks.
         pairs = tl.load(pairs_ptr + tl.minimum(places, end - 1))
         rows = pairs // TOP_K if GLU else tl.minimum(places, end - 1)
         # Of a GLU, BLOCK_N columns of gate, then the same of up: one product then gives both.

@@ -2,6 +2,7 @@
 
 import functools
 import json
+import re
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set, Sized
 from contextlib import contextmanager
@@ -31,8 +32,8 @@ MAX_TEMPLATE_S = 5.0
 """Longest time to render a conversation; published templates take milliseconds."""
 MAX_RENDERED_CHARS = 64 * 1024**2
 _MOST_BITS = 4096
-_DEADLINE = "_deadline"
-"""A variable that templates cannot change: only the outermost scope counts."""
+_DEADLINE = "time limit"
+"""Of no variable that a template can name."""
 
 _TEMPLATE_FILES = {"default": "chat_template.jinja", "tool_use": "additional_chat_templates/tool_use.jinja"}
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
@@ -76,8 +77,7 @@ class DetokenizeStream:
         try:
             text = self._stream.step(self._tokenizer, token_id)
         except Exception:
-            # The library raises a bare Exception when new bytes would change text already given. Its stream is
-            # unusable then: a new one goes on from here.
+            # The library raises a bare Exception when new bytes would change text already given: a new stream goes on.
             pending_ids, self._pending_ids = self._pending_ids, []
             self._stream = DecodeStream(skip_special_tokens=False)
             return "".join(self.push(pending_id) for pending_id in pending_ids)
@@ -266,16 +266,17 @@ class _GenerationBlock(Extension):
 class _TemplateEnvironment(ImmutableSandboxedEnvironment):
     """What Hugging Face's templates expect, in a sandbox: one may be made to run for ever or to fill the memory."""
 
-    intercepted_binops = frozenset(("+", "*", "**"))
+    intercepted_binops = frozenset(("+", "-", "*", "/", "//", "%", "**"))
 
     def __init__(self) -> None:
         extensions = ["jinja2.ext.loopcontrols", _GenerationBlock]
         super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
-        # Jinja's own filter would escape HTML.
-        self.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
-        self.filters |= {"_in_time": _in_time, "_sized": _sized}
-        self.globals["raise_exception"] = _raise_exception
-        self.globals["strftime_now"] = lambda format: datetime.now().strftime(format)
+        # Jinja's own filter of this name would escape HTML.
+        self.filters |= {"tojson": partial(json.dumps, ensure_ascii=False), "_in_time": _in_time, "_sized": _sized}
+        self.globals |= {
+            "raise_exception": _raise_exception,
+            "strftime_now": lambda text: datetime.now().strftime(text),
+        }
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> jinja2.nodes.Template:
         tree = super()._parse(source, name, filename)
@@ -295,9 +296,11 @@ class _TemplateEnvironment(ImmutableSandboxedEnvironment):
             raise jinja2.TemplateError("powers are not supported")
         if isinstance(left, int) and isinstance(right, int) and left.bit_length() + right.bit_length() > _MOST_BITS:
             raise jinja2.TemplateError(f"a number may have {_MOST_BITS} bits")
-        for one, other in ((left, right), (right, left)):
-            if isinstance(one, Sized):
-                _check_size(len(one) * other if operator == "*" else len(one) + len(other))
+        if operator == "%" and isinstance(left, str) and re.search(r"\*|\d{4}", left):
+            raise jinja2.TemplateError("a text may have no format wider than 3 digits")
+        if operator in "+*" and (sizes := [len(one) for one in (left, right) if isinstance(one, Sized)]):
+            counts = [one for one in (left, right) if isinstance(one, int)]
+            _check_size(sum(sizes) * max(counts, default=1))
         return super().call_binop(context, operator, left, right)
 
 

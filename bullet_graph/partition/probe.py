@@ -120,8 +120,7 @@ class SmidProbe:
                 )
             library = call("cuLibraryLoadData", PTX, [], [], 0, [], [], 0)
             undo.callback(call, "cuLibraryUnload", library)
-            # A kernel, unlike a function of a module, belongs to no context: a launch takes the stream's context,
-            # which for green contexts is not the current one.
+            # A kernel belongs to no context: a launch takes the stream's, with green contexts not the current one.
             self._function = api.CUfunction(int(call("cuLibraryGetKernel", library, _KERNEL)))
             # `arrived`, then the records of each launch: 32 bits each.
             self._num_words = 1 + MAX_TOGETHER * self._num_blocks

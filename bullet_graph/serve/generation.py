@@ -53,7 +53,7 @@ class Generation:
         if model is not None and model != served:
             raise ApiError(
                 404,
-                f"the model {model!r:.200} is not served here: ask for {served!r}, its --served-model-name",
+                f"the model {model!r:.200} is not served here: ask for {served!r} (/v1/models lists it)",
                 code="model_not_found",
                 param="model",
             )

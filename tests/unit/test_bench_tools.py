@@ -124,15 +124,17 @@ def test_commands_that_are_written_down_are_accepted(line: str, monkeypatch: pyt
         ("two_trees", "--tree same=. --tree same=.", "with a name of its own"),
         ("two_trees", "--tree old=. --tree new", "with a name of its own"),
         ("two_trees", "--tree old=. --tree new=. --rate azure:conv", "--rate are TRACE=COUNT"),
-        ("campaign", "pyproject.toml --results r", "pyproject.toml is no campaign"),
-        ("server_overhead", "--model tiny --trace nope --output-json o", "--trace nope --num-prompts 600"),
+        ("campaign", "pyproject.toml --results {tmp}", "pyproject.toml is no campaign"),
+        ("server_overhead", "--model tiny --trace nope --output-json {tmp}/o", "--trace nope --num-prompts 600"),
     ],
 )
 def test_what_a_tool_cannot_use_is_refused_in_a_line(
-    tool: str, arguments: str, message: str, monkeypatch: pytest.MonkeyPatch
+    tool: str, arguments: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(BENCH.parent)
-    result = CliRunner().invoke(importlib.import_module(f"bench.{tool}").main, shlex.split(arguments))
+    result = CliRunner().invoke(
+        importlib.import_module(f"bench.{tool}").main, shlex.split(arguments.format(tmp=tmp_path))
+    )
     assert (result.exit_code, message in result.stderr) == (2, True), result.stderr
 
 

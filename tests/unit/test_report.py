@@ -72,6 +72,10 @@ def results(tmp_path: Path) -> Path:
     return folder
 
 
+def text_of(folder: Path) -> str:
+    return report_module.make_report(read_results(folder), "results", "report", folder / "simulated")
+
+
 def report(*arguments: str | Path) -> Result:
     return CliRunner().invoke(main, [str(argument) for argument in arguments])
 
@@ -152,15 +156,22 @@ def test_a_measured_run_is_simulated_by_its_own_settings(tmp_path: Path) -> None
     assert (result.exit_code, "absent.jsonl: a measured run had this trace" in result.stderr) == (2, True)
 
 
-def test_later_runs_at_a_goodput_that_were_unstable_are_told(tmp_path: Path) -> None:
-    (folder := tmp_path / "results").mkdir()
+def test_later_runs_at_a_goodput_that_failed_are_told(tmp_path: Path) -> None:
     cells = [cell(one, run_at(20, 0.95), run_at(30, 0.5)) for one in (AUTO, VLLM_512)]
-    write_comparison(folder / "search.json", *cells, date="2026-01-05")
-    for day, rate, stable in ((4, 20, False), (6, 20.1, False), (7, 19.9, True), (8, 22, False)):
-        own = cell(AUTO, run_at(rate, 0.95, stable=stable))
-        write_comparison(folder / f"day_{day}.json", own, date=f"2026-01-0{day}", commit=str(day))
-    assert report("--results", folder, "--output", tmp_path / "REPORT.md").exit_code == 0
-    assert "ms; later 1 of 2 unstable | 20/s" in (tmp_path / "REPORT.md").read_text(encoding="utf-8")
+    write_comparison(tmp_path / "search.json", *cells, date="2026-01-05")
+    bad = cell(AUTO, run_at(20, 0.95, stable=False))
+    write_comparison(tmp_path / "before.json", bad, date="2026-01-04", commit="before")
+    runs = run_at(20.05, 0.89, stable=True), run_at(20, 0.95), run_at(22, 0.5), run_at(20, 0.1, sustained=False)
+    for name, own, settings in (
+        ("later", cell(AUTO, *bad["runs"], *runs), {}),
+        ("targets", bad | {"slo": "ttft:1ms tpot:1ms"}, {}),
+        ("bursts", bad, {"burstiness": 0.25}),
+        ("table", bad, {"perf_table": "table.json"}),
+        ("model", bad, {"model": "tiny"}),
+        ("at_once", bad, {"all_at_once": True}),
+    ):
+        write_comparison(tmp_path / f"{name}.json", own, date="2026-01-06", commit=name, **settings)
+    assert "ms; later 2/3 failed | 20/s" in text_of(tmp_path)
 
 
 def test_rates_of_split_over_mixed() -> None:
@@ -196,20 +207,16 @@ def test_the_report_of_the_repository_is_up_to_date() -> None:
 
 
 def test_the_highest_bound_of_a_peers_settings_counts(tmp_path: Path) -> None:
-    (folder := tmp_path / "results").mkdir()
     peers = cell(VLLM_512, run_at(20, 0.95), run_at(30, 0.5)), cell(VLLM_2048, run_at(10, 0.95), run_at(12, 0.5))
-    write_comparison(folder / "peers.json", cell(AUTO, run_at(24, 0.95)), *peers)
-    assert report("--results", folder, "--output", tmp_path / "REPORT.md").exit_code == 0
-    text = (tmp_path / "REPORT.md").read_text(encoding="utf-8")
+    write_comparison(tmp_path / "peers.json", cell(AUTO, run_at(24, 0.95)), *peers)
+    text = text_of(tmp_path)
     # 512 may serve anything below 30/s.
     assert "20/s (< 30)" in text
     assert "| 0.80 to ≥ 1.20× |" in text
 
 
 def test_a_search_of_other_sizes_replaces_the_one_before(tmp_path: Path) -> None:
-    (folder := tmp_path / "results").mkdir()
     for day, requests in ((3, 600), (4, 700)):
         cells = [cell(one, run_at(20, 0.95), run_at(30, 0.5)) | {"num_prompts": requests} for one in (AUTO, VLLM_512)]
-        write_comparison(folder / f"day_{day}.json", *cells, date=f"2026-01-0{day}", commit=str(day))
-    assert report("--results", folder, "--output", tmp_path / "REPORT.md").exit_code == 0
-    assert (tmp_path / "REPORT.md").read_text(encoding="utf-8").count("| goodput_90, conv, 500/15 ms |") == 1
+        write_comparison(tmp_path / f"day_{day}.json", *cells, date=f"2026-01-0{day}", commit=str(day))
+    assert text_of(tmp_path).count("| goodput_90, conv, 500/15 ms |") == 1

@@ -236,7 +236,7 @@ def test_idioms_of_published_templates(tmp_path: Path) -> None:
     assert text.endswith("2</s>")
 
 
-@pytest.mark.parametrize("name", ["messages", "tools", "add_generation_prompt", "_deadline", "a-b", ""])
+@pytest.mark.parametrize("name", ["messages", "tools", "add_generation_prompt", "time limit", "a-b", ""])
 def test_variables_that_a_request_cannot_give(tokenizer: Tokenizer, name: str) -> None:
     with pytest.raises(PromptError, match=f"^`chat_template_kwargs` must name .* found {name!r}"):
         tokenizer.apply_chat_template(MESSAGES, template_kwargs={name: 1})
