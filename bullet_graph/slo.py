@@ -47,7 +47,7 @@ class Slo:
         return cls(**targets)
 
     def __str__(self) -> str:
-        units = {"ttft_ms": "ttft:{:g}ms", "ttft_ms_per_token": "ttft:{:g}ms/token", "tpot_ms": "tpot:{:g}ms"}
+        units = {"ttft_ms": "ttft:{:.15g}ms", "ttft_ms_per_token": "ttft:{:.15g}ms/token", "tpot_ms": "tpot:{:.15g}ms"}
         given = ((form, getattr(self, name)) for name, form in units.items())
         return " ".join(form.format(value) for form, value in given if value is not None) or "no targets"
 

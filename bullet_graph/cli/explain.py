@@ -70,8 +70,9 @@ def explain(
 
         write_result_file(timeline, draw_timeline(timeline.suffix[1:].lower(), trace, window))
     if chrome_trace is not None:
-        text = json.dumps(to_chrome_trace(trace, window), separators=(",", ":"), allow_nan=False)
-        chrome_trace.write_text(text, encoding="utf-8")
+        write_result_file(
+            chrome_trace, json.dumps(to_chrome_trace(trace, window), separators=(",", ":"), allow_nan=False)
+        )
     if as_json:
         print_json(summary)
     else:

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import re
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
@@ -34,8 +35,8 @@ def check_result_file(path: Path | None, *, overwrite: bool | None, option: str 
         return
     if not path.parent.is_dir():
         raise ConfigError(f"{option} {path}: the folder {path.parent} does not exist; make it first")
-    if path.is_dir():
-        raise ConfigError(f"{option} {path}: this is a folder; give a file name")
+    if path.exists() and not path.is_file():
+        raise ConfigError(f"{option} {path}: this is a folder or a device; give a file name")
     if path.exists() and not overwrite:
         remedy = "give another name" if overwrite is None else "add --overwrite or give another name"
         raise ConfigError(f"{option} {path}: the file exists; {remedy}")
@@ -84,7 +85,7 @@ def command_line() -> list[str]:
                 words[index + 1] = "***"
     for folder, short in {f"{Path.cwd()}{os.sep}": "", f"{Path.home()}{os.sep}": f"~{os.sep}"}.items():
         if folder != os.sep * 2:
-            words = [word.replace(folder, short) for word in words]
+            words = [re.sub(rf"(?<![\w./-]){re.escape(folder)}", short, word) for word in words]
     return words
 
 

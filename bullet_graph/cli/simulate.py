@@ -280,6 +280,8 @@ def simulate(
         raise ConfigError("--plot, --smoke and the options of a search are for several rates: add --sweep")
     if trace_decisions is not None and (sweep or len(policies) > 1):
         raise ConfigError("--trace-decisions writes one run: give one --policy, and no --sweep")
+    if trace_decisions is not None and output.path is not None and trace_decisions.resolve() == output.path.resolve():
+        raise ConfigError(f"--trace-decisions {trace_decisions}: the result goes there; give another name")
     check_plot_file(plot, overwrite=output.overwrite)
     simulator = Simulator(config=config, arrivals=arrivals, **simulated)
     simulator.workload.require_fit(simulator.max_model_len)

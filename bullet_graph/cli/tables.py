@@ -45,7 +45,7 @@ def table_of_texts(*columns: str, rows: Iterable[Sequence[str]], title: str, sho
 
 def print_line(text: str, style: str | None = None) -> None:
     """Print a line on stdout, unwrapped and without markup."""
-    Console().print(text, markup=False, highlight=False, soft_wrap=True, style=style)
+    Console().print(text, markup=False, emoji=False, highlight=False, soft_wrap=True, style=style)
 
 
 def print_table(table: Table) -> None:

@@ -161,6 +161,9 @@ class CaptureUsage:
         found: dict[GroupKey, Group] = {None: Group.of(self._whole_gpu(most), grid)}
         for sms in sorted(key for key in self.steps if isinstance(key, int)):
             found[sms] = Group.of([self._beside(sms, *item) for item in self.steps[sms].items()], grid)
+        one = replace(like, decode=(plans.DecodeSizes(None, (like.max_num_seqs,)),), piecewise_rows=())
+        num_bytes = one.graph_bytes(self.model.num_layers)
+        found = {key: replace(group, num_bytes=num_bytes) for key, group in found.items()}
         rows = range(ROW_STEP, max(like.piecewise_rows, default=0) + 1, ROW_STEP)
         forwards = self.steps.get(PIECEWISE, {}).items()
         fitting = [self._forward(*item) for item in forwards if rows and item[0] <= rows[-1]]
@@ -228,15 +231,15 @@ def propose(groups: dict[GroupKey, Group], budget: Budget, *, like: plans.Captur
 
     Raises ConfigError where the budget does not allow a single graph.
     """
-    if not budget.affords(plans.DECODE_GRAPH_BYTES, plans.DECODE_GRAPH_S):
+    num_bytes, seconds = groups[None].num_bytes, groups[None].seconds
+    if not budget.affords(num_bytes, seconds):
         raise ConfigError(
             f"the whole GPU needs a graph of max_num_seqs={like.max_num_seqs} rows, about "
-            f"{plans.DECODE_GRAPH_BYTES / 1e9:.3f} GB and {plans.DECODE_GRAPH_S:.3f} s, but the budget is "
+            f"{num_bytes / 1e9:.3f} GB and {seconds:.3f} s, but the budget is "
             f"{budget.memory_bytes / 1e9:g} GB and {budget.time_s:g} s: raise --memory-gb or --time-s"
         )
     chosen: dict[GroupKey, list[int]] = {name: [] for name in groups}
     chosen[None] = [like.max_num_seqs]
-    num_bytes, seconds = float(plans.DECODE_GRAPH_BYTES), plans.DECODE_GRAPH_S
 
     def savings(name: GroupKey) -> list[tuple[float, int]]:
         group, sizes = groups[name], chosen[name]

@@ -17,19 +17,10 @@ from torch import Tensor
 
 from bullet_graph.errors import CheckpointError, UnsupportedModelError
 from bullet_graph.kernels.memory import PinnedRing
+from bullet_graph.models import weights as layout
 from bullet_graph.models.config import ModelConfig
 from bullet_graph.models.json_files import read_json_object
 from bullet_graph.models.sharding import Part, part_of
-from bullet_graph.models.weights import (
-    ModelWeights,
-    checkpoint_views,
-    held,
-    put_quantized,
-    scale_cached,
-    scale_name,
-    scale_shapes,
-    weight_shapes,
-)
 from bullet_graph.perf.roofline import FP8_BLOCK
 
 _STAGING_BYTES = 16 * 1024**2
@@ -80,23 +71,23 @@ class Checkpoint:
     @property
     def num_bytes(self) -> int:
         """Stored bytes of all tensors, or parts of them, that are loaded."""
-        shapes = weight_shapes(self.config)
+        shapes = layout.weight_shapes(self.config)
         return sum(math.prod(shapes[name]) * _ELEMENT_BYTES[self.tensors[name].element_type] for name in shapes)
 
-    def fill(self, weights: ModelWeights) -> Iterator[int]:
+    def fill(self, weights: layout.ModelWeights) -> Iterator[int]:
         """Copy the tensors into ``weights``, converting their types, and yield the bytes of each piece.
 
         Copies to a GPU go through pinned buffers on the current stream, and may be under way after the last piece.
         Raises CheckpointError for a file that was whole when it was opened and cannot be read any more.
         """
-        views = dict(checkpoint_views(self.config, weights))
+        views = dict(layout.checkpoint_views(self.config, weights))
         ring = None if weights.embed.device.type == "cpu" else PinnedRing(_STAGING_BYTES)
         # File by file, so that a disk reads each of them once from front to back.
-        for name in sorted(weight_shapes(self.config), key=lambda name: self.tensors[name].path):
+        for name in sorted(layout.weight_shapes(self.config), key=lambda name: self.tensors[name].path):
             stored = self.tensors[name]
             element_bytes = _ELEMENT_BYTES[stored.element_type]
-            source = held(self.config, name, stored.read(name, part_of(self.config, name, stored.shape)))
-            scales = views.get(scale_name(name))
+            source = layout.held(self.config, name, stored.read(name, part_of(self.config, name, stored.shape)))
+            scales = views.get(layout.scale_name(name))
             if scales is not None and stored.element_type != _FP8:
                 copied = _copy_quantized(source, views[name], scales, ring)
             else:
@@ -105,12 +96,12 @@ class Checkpoint:
             for num_elements in copied:
                 yield num_elements * element_bytes
             if scales is not None and stored.element_type == _FP8:
-                scales.copy_(held(self.config, scale_name(name), self._scales(name)))
+                scales.copy_(layout.held(self.config, layout.scale_name(name), self._scales(name)))
             if self.config.norm_plus_one and name.endswith("norm.weight"):
                 views[name].add_(1.0)
         if self.config.fp8_kv:
             for index, layer in enumerate(weights.layers):
-                scale_cached(self.config, layer, self._cached_scale(index, "k"), self._cached_scale(index, "v"))
+                layout.scale_cached(self.config, layer, self._cached_scale(index, "k"), self._cached_scale(index, "v"))
 
     def _scales(self, name: str) -> Tensor:
         """The scales of a weight's part: one of a whole tensor is every channel's."""
@@ -119,7 +110,7 @@ class Checkpoint:
         scales = self.tensors[stored_name].read(stored_name, None).float()
         if self.config.fp8 is None or not self.config.fp8.blocks:
             scales = scales.reshape(-1, 1).expand(self.tensors[name].shape[0], 1)
-        part = part_of(self.config, scale_name(name), tuple(scales.shape))
+        part = part_of(self.config, layout.scale_name(name), tuple(scales.shape))
         return scales if part is None else part.of(scales)
 
     def _cached_scale(self, layer: int, kind: str) -> float:
@@ -165,7 +156,7 @@ def _copy(source: Tensor, target: Tensor, ring: PinnedRing | None) -> Iterator[i
 def _copy_quantized(source: Tensor, values: Tensor, scales: Tensor, ring: PinnedRing | None) -> Iterator[int]:
     """Quantize a host tensor [out, in] on the target's device, some rows at a time; yield elements of each piece."""
     if ring is None:
-        put_quantized(source, values, scales)
+        layout.put_quantized(source, values, scales)
         yield source.numel()
         return
     rows = max(1, _STAGING_BYTES // (source.shape[1] * source.element_size()))
@@ -174,7 +165,7 @@ def _copy_quantized(source: Tensor, values: Tensor, scales: Tensor, ring: Pinned
         with ring.buffer() as staging:
             staged = staging.view(source.dtype)[: part.numel()].copy_(part.reshape(-1))
             arrived = staged.to(values.device, non_blocking=True)
-        put_quantized(arrived.view(part.shape), values[start : start + rows], scales[start : start + rows])
+        layout.put_quantized(arrived.view(part.shape), values[start : start + rows], scales[start : start + rows])
         yield part.numel()
 
 
@@ -238,9 +229,9 @@ def _check_tensors(checkpoint: Checkpoint) -> None:
     _check_blocks(config)
     # What is stored is the whole model, of which a rank reads its part.
     config = config.whole or config
-    expected = weight_shapes(config)
+    expected = layout.weight_shapes(config)
     is_stored = config.fp8 is not None and config.fp8.is_stored
-    quantized = scale_shapes(config) if is_stored else {}
+    quantized = layout.scale_shapes(config) if is_stored else {}
     scales = {name: stored_scale(checkpoint.tensors, name) for name in quantized}
     missing = [name for name in expected if name not in checkpoint.tensors]
     missing += [name.removesuffix(".weight") + _WEIGHT_SCALES[-1] for name, found in scales.items() if found is None]
@@ -311,7 +302,7 @@ class WeightLoading:
     """
 
     def __init__(
-        self, weights: ModelWeights, fill: Iterator[int], advance: Callable[[float], object] = lambda _: None
+        self, weights: layout.ModelWeights, fill: Iterator[int], advance: Callable[[float], object] = lambda _: None
     ) -> None:
         self._device = weights.embed.device
         self._fill = fill

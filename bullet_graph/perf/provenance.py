@@ -3,6 +3,7 @@
 import importlib.metadata
 import os
 import platform
+import re
 import subprocess
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -89,7 +90,7 @@ def git_state(folder: Path) -> tuple[str, bool] | None:
 
 def without_home(text: str) -> str:
     """Write ``~`` for the home folder's path, so that a kept result names no user."""
-    return text.replace(f"{Path.home()}/", "~/")
+    return re.sub(rf"(?<![\w./-]){re.escape(str(Path.home()))}/", "~/", text)
 
 
 def _git(folder: Path, *arguments: str) -> str | None:

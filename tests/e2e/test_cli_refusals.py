@@ -85,6 +85,7 @@ TARGETS = "--goodput ttft:500 tpot:15"
         ("simulate", f"--sweep {TARGETS} --plot x.pdf", ".svg or .png"),
         ("simulate", f"--sweep {TARGETS} --plot missing/x.svg", "make it first"),
         ("simulate", "--trace-decisions t --policy mixed --policy auto", "one run"),
+        ("simulate", "--trace-decisions o --output-json o", "the result goes there"),
         ("simulate", "--model qwen3-0.6b --max-model-len 50000", "model's own limit"),
         ("simulate", "--kv-cache-bytes 1MiB", "KV cache for one sequence"),
         ("simulate", "--max-model-len 8", "are longer than --max-model-len 8"),

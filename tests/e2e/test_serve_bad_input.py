@@ -187,6 +187,7 @@ def test_what_a_request_needs(served: Served) -> None:
     text = {"Content-Type": "text/plain"}
     message = refused(served.http.post(COMPLETIONS, content=b'{"prompt": "x"}', headers=text))
     assert "Content-Type: application/json" in message
+    assert refused(served.http.post(COMPLETIONS)).startswith("a JSON object is required as the body")
     for content in (b'{"prompt": "\xff"}', gzip.compress(b'{"prompt": "x"}'), b"[" * 10_000):
         message = refused(served.http.post(COMPLETIONS, content=content, headers={"Content-Type": "application/json"}))
         assert "the body cannot be read: JSON in UTF-8" in message

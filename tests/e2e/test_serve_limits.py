@@ -96,6 +96,8 @@ def test_all_but_health_asks_for_the_key() -> None:
             assert stranger.get("/v1/models", auth=("anybody", "s3cret!")).status_code == 401
         assert served.complete(prompt=[1], max_tokens=1)
         assert served.http.get("/v1/models", headers={"Host": "gateway.example"}).status_code == 200
+        with serving(host="0.0.0.0") as open_to_all:
+            assert open_to_all.http.get("/v1/models", headers={"Host": "gateway.example"}).status_code == 200
         with served.client(api_key="s3cret!") as client:
             assert client.models.list().data[0].id == MODEL
         with served.client(api_key="wrong") as client, pytest.raises(openai.AuthenticationError):

@@ -182,6 +182,7 @@ def test_texts_and_conversations_as_tokens(model: Model) -> None:
         assert ids[0] == BOS_TOKEN_ID
         tokenizer = served.engine.engine.tokenizer
         assert tokenizer is not None
+        assert served.http.get("/v1/models").json()["data"][0]["max_model_len"] == 64
         assert told == {"count": len(ids), "max_model_len": 64, "tokens": ids, "token_strs": tokenizer.tokens(ids)}
         assert served.ask("/tokenize", prompt="The sea", add_special_tokens=False)["tokens"] == ids[1:]
         told = served.ask("/tokenize", messages=messages)

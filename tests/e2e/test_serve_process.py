@@ -171,7 +171,9 @@ def test_engines_behind_one_port_share_prompts_and_outlive_one_of_them(killed: t
     assert {"engine_gone" in text for text in texts} == {True, False}
     assert all(text.endswith("data: [DONE]\n\n") for text in texts)
     assert {complete(prompt).status_code for prompt in prompts} == {200}
-    assert 'bullet_graph:replica_up{replica="0"} 0.0' in client.get("/metrics").text
+    metrics = client.get("/metrics").text
+    assert 'bullet_graph:replica_up{replica="0"} 0.0' in metrics
+    assert ',replica="1"} ' in metrics
     assert client.get("/health").status_code == 200
     server.process.send_signal(signal.SIGTERM)
     assert server.wait() == 0

@@ -76,12 +76,19 @@ def test_partitions_and_cost_of_a_plan() -> None:
     assert PLAN.num_decode_graphs == 6
     assert PLAN.graph_bytes(32) == 6 * capture_plan.DECODE_GRAPH_BYTES + 2 * 32 * capture_plan.PIECE_BYTES
     assert PLAN.graph_bytes(80) == 2.5 * PLAN.graph_bytes(32)
+    assert PLAN.graph_bytes(16) == 6 * capture_plan.DECODE_GRAPH_BYTES + 2 * 16 * capture_plan.PIECE_BYTES
     assert PLAN.capture_s(32) == pytest.approx(6 * capture_plan.DECODE_GRAPH_S + 2 * 32 * capture_plan.PIECE_S)
 
 
 def default_of(model: str, decode_sms: Sequence[int] = (), **settings: Any) -> capture_plan.CapturePlan:
     device: dict[str, Any] = {"dtype": "bfloat16", "num_sms": 132, "decode_sms": decode_sms}
     return capture_plan.default_plan(EngineConfig(model=model, **settings), shape=PRESETS[model], **device)
+
+
+def test_a_folder_has_its_name_wherever_it_is_named_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    config, device = EngineConfig(model="."), {"dtype": "bfloat16", "num_sms": 132, "decode_sms": ()}
+    assert capture_plan.default_plan(config, shape=PRESETS["tiny"], **device).model == tmp_path.name
 
 
 def test_shipped_plans() -> None:

@@ -1,6 +1,7 @@
 """Proposals of what to capture: usage, budgets, and the best use of them."""
 
 import math
+from copy import copy
 from dataclasses import replace
 from typing import Any
 
@@ -48,8 +49,10 @@ def chunk(tokens: int, ms: float, first: int = 0, last: int | None = None) -> St
     return StepRecord(Placement("prefill", SPLIT, first, last), StepWork(tokens, tokens * 100.0, 0, 0, 0), ms)
 
 
-def usage_of(*records: StepRecord, routes: bool = False) -> capture_proposal.CaptureUsage:
-    usage = capture_proposal.CaptureUsage(MODEL, routes)
+def usage_of(*records: StepRecord, routes: bool = False, num_layers: int = 32) -> capture_proposal.CaptureUsage:
+    model = copy(MODEL)
+    model.num_layers = num_layers
+    usage = capture_proposal.CaptureUsage(model, routes)
     for record in records:
         usage.note(record)
     return usage
@@ -111,8 +114,9 @@ def test_a_forward_without_pieces_costs_the_hosts_time() -> None:
     assert demand.padded_ms(128) == pytest.approx(
         MODEL.mixed(108, 10_000.0, 20, 20_000).ms - MODEL.mixed(100, 10_000.0, 20, 20_000).ms
     )
-    (alone,) = seen(usage_of(forward(100, 0)), capture_proposal.PIECEWISE)
-    assert alone.padded_ms(112) == pytest.approx(MODEL.prefill(112, 1e4).ms - MODEL.prefill(100, 1e4).ms)
+    (alone,) = seen(usage_of(forward(100, 0), forward(100, 0)), capture_proposal.PIECEWISE)
+    assert alone.padded_ms(112) == pytest.approx(2 * (MODEL.prefill(112, 1e4).ms - MODEL.prefill(100, 1e4).ms))
+    assert alone.unserved_ms == 2 * demand.unserved_ms
 
 
 def test_lost_time_is_a_share_of_the_steps_that_came_up() -> None:
@@ -165,13 +169,15 @@ records = st.lists(
 )
 
 
-@given(records, st.floats(0.01, 1.0), st.floats(0.03, 4.0))
-def test_a_proposal_keeps_to_its_budget(steps: list[StepRecord], memory_gb: float, time_s: float) -> None:
-    usage = usage_of(*steps, chunk(512, 100.0))
+@given(records, st.floats(0.02, 1.0), st.floats(0.03, 4.0), st.sampled_from([16, 32, 80]))
+def test_a_proposal_keeps_to_its_budget(
+    steps: list[StepRecord], memory_gb: float, time_s: float, num_layers: int
+) -> None:
+    usage = usage_of(*steps, chunk(512, 100.0), num_layers=num_layers)
     groups = usage.groups(LIKE)
     plan = capture_proposal.propose(groups, capture_proposal.Budget(memory_gb * 1e9, time_s), like=LIKE)
-    assert plan.graph_bytes(32) <= memory_gb * 1e9
-    assert plan.capture_s(32) <= time_s * (1 + 1e-9)
+    assert plan.graph_bytes(num_layers) <= memory_gb * 1e9
+    assert plan.capture_s(num_layers) <= time_s * (1 + 1e-9)
     assert plan.batch_sizes[WHOLE_GPU][-1] == 64
     assert 0 <= usage.lost_percent(groups, plan) < math.inf
 
@@ -198,6 +204,7 @@ def test_the_size_that_saves_most_for_its_cost_comes_first() -> None:
     pieces = capture_proposal.Group.of([padded(16, 1, unserved_ms=300.0)], (16,), layers=2)
     assert (whole.saved_ms(8, [64]), whole.saved_ms(16, [64])) == (560.0, 528.0)
     assert whole.saved_ms(16, [8, 64]) == 48.0
+    assert capture_proposal.Budget(100.0, 10.0).share(1, 5) == 0.5
     two = DECODE_GRAPH_S + 2 * PIECE_S
     for budget, expected in (
         (capture_proposal.Budget(time_s=two), ((64,), (16,))),  # a graph more does not fit

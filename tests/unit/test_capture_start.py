@@ -413,7 +413,8 @@ def test_prune(store: CaptureStore, foreign: Entry) -> None:
     assert f"kept {foreign.entry_id}" in told
     assert "in use by a running engine" in told
     assert f"removed {fitting.entry_id}" in told
-    assert [entry["entry_id"] for entry in page(store, "prune", foreign.entry_id)] == [foreign.entry_id]
+    for more in (["--dry-run"], []):
+        assert [each["entry_id"] for each in page(store, "prune", foreign.entry_id, *more)] == [foreign.entry_id]
     assert "nothing to remove" in capture(store, "prune", "--max-size", "1GiB").stdout
     assert store.entries() == ((), ())
 

@@ -272,6 +272,8 @@ def test_a_store_of_others_is_not_trusted(
         store.require_trusted()
     monkeypatch.setattr(os, "geteuid", lambda: 12345)
     store.require_trusted()
+    monkeypatch.setattr(Path, "stat", lambda _: os.stat_result((0o40755, *[0] * 9)))
+    store.require_trusted()
 
 
 def test_what_was_checked_is_what_is_loaded(store: CaptureStore, entry: Entry, tmp_path: Path) -> None:
@@ -360,6 +362,7 @@ def test_nothing_of_a_killed_builder_is_taken_and_two_builders_take_turns(store:
     killed.wait()
     assert store.entries() == ((), ())
     assert (store.root / "staging" / name / FILES_NAME / "half").is_file()
+    (store.root / "staging" / name / FILES_NAME / "other").touch()
 
     first = start_builder(store)
     assert told(first) == "building"

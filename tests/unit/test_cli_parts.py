@@ -18,7 +18,8 @@ from bullet_graph.cli.engine_run import config_for
 from bullet_graph.cli.generate import OrderedPrinter
 from bullet_graph.cli.main import with_flags
 from bullet_graph.cli.options import engine_options, fit_max_num_seqs
-from bullet_graph.cli.result_file import to_json, write_result_file
+from bullet_graph.cli.result_file import check_result_file, to_json, write_result_file
+from bullet_graph.cli.tables import print_line
 from bullet_graph.config import SETTINGS, EngineConfig, Policy
 from bullet_graph.errors import ConfigError
 from bullet_graph.perf.explain import Window, summarize_trace, to_chrome_trace
@@ -310,11 +311,20 @@ def test_outputs_that_cannot_be(tmp_path: Path, run_file: Path) -> None:
     assert "this is the trace itself" in refused(run_file, "--chrome-trace", run_file, "--overwrite")
     assert "does not exist; make it first" in refused(run_file, "--chrome-trace", tmp_path / "no" / "t.json")
     assert "this is a folder" in refused(run_file, "--chrome-trace", tmp_path)
+    with pytest.raises(ConfigError, match="the file exists; give another name"):
+        check_result_file(run_file, overwrite=None)
+    with pytest.raises(ConfigError, match="a folder or a device"):
+        check_result_file(Path("/dev/null"), overwrite=True)
     assert run_file.read_text(encoding="utf-8").startswith('{"type": "header"')
 
 
 @pytest.mark.parametrize(
-    "part", [("--from", "2"), ("--from", "-1"), ("--from", "0.2", "--to", "0.1"), ("--from", "nan")]
+    "part", [("--from", "2", "--to", "3"), ("--from", "-1"), ("--from", "0.2", "--to", "0.1"), ("--from", "nan")]
 )
 def test_parts_that_cannot_be(run_file: Path, part: tuple[str, ...]) -> None:
     assert "the trace is" in refused(run_file, *part)
+
+
+def test_a_line_is_printed_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    print_line("a:100:b [red]c")
+    assert capsys.readouterr().out == "a:100:b [red]c\n"

@@ -160,6 +160,7 @@ def test_every_setting_is_described() -> None:
         (["ttft:500ms", "tpot:15"], Slo(ttft_ms=500, tpot_ms=15)),
         (["tpot:7.5ms", "ttft:0.25ms/token"], Slo(ttft_ms_per_token=0.25, tpot_ms=7.5)),
         (["ttft:200", "ttft:0.1ms/token"], Slo(ttft_ms=200, ttft_ms_per_token=0.1)),
+        (["ttft:1000000", "tpot:1234567.5"], Slo(ttft_ms=1e6, tpot_ms=1234567.5)),
     ],
 )
 def test_targets_are_read_as_written(texts: list[str], slo: Slo) -> None:

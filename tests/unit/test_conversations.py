@@ -17,7 +17,7 @@ from bullet_graph.config import EngineConfig, Policy
 from bullet_graph.engine.replay import Replay, TimedRequest, timed_requests
 from bullet_graph.engine.replay import replay as replay_engine
 from bullet_graph.engine.simulation import SimulationSettings, simulate
-from bullet_graph.errors import ConfigError, PromptError
+from bullet_graph.errors import ConfigError, PromptError, WorkloadError
 from bullet_graph.hardware import H200
 from bullet_graph.perf.metrics import ServedRequest
 from bullet_graph.perf.roofline import Roofline
@@ -155,6 +155,8 @@ def test_chat_shares_system_prompts_and_turns(seed: int, count: int) -> None:
         if request.follows is None:
             start = prompt[: request.prefix_tokens]
             assert systems.setdefault(request.prefix_ids, start) == start
+        else:
+            assert not request.prefix_ids
     if len(systems) > 1:
         one, other, *_ = systems.values()
         assert one[:16] != other[:16]
@@ -162,6 +164,10 @@ def test_chat_shares_system_prompts_and_turns(seed: int, count: int) -> None:
 
 
 def test_prompts_that_share_nothing() -> None:
+    half = Workload("w", (WorkloadRequest(6, 2, None), WorkloadRequest(6, 3, None)))
+    half.require_fit(8, 0.5)
+    with pytest.raises(WorkloadError, match="1 of the 2 requests of w are longer than max_model_len=8"):
+        half.require_fit(8, 0.6)
     workload = load_workload("azure:conv", num_requests=20)
     assert (workload.shareable_prompt_tokens, workload.shares_prefixes) == (0, False)
     # Equal recorded prompts are shared, but for the block of the last token.

@@ -58,6 +58,7 @@ def h200(monkeypatch: pytest.MonkeyPatch) -> Runtime:
 
 def test_the_plan_that_is_named_or_without_one_all_buckets_for_all_partitions(plan_file: str, h200: Runtime) -> None:
     assert capture_plan_of(replace(CONFIG, capture_plan=plan_file), h200) == PLAN
+    assert capture_plan_of(replace(CONFIG, capture_plan=plan_file, max_num_batched_tokens=64), h200) == PLAN
     plan = capture_plan_of(replace(CONFIG, decode_sms=(48, 32)), h200)
     assert plan.decode_sms == (32, 48)
     assert {entry.batch_sizes for entry in plan.decode} == {(1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64)}

@@ -387,4 +387,6 @@ def test_times_that_come_later_do_not_count() -> None:
     assert metrics.token_times_s == (1.25, 1.5)
     assert metrics.token_times_from(1) == (1.5,)
     assert (metrics.ttft_ms, metrics.tpot_ms, metrics.e2e_ms) == (250, 250, 500)
+    assert RequestMetrics(1.0, 1.0, times, 2, last_token_s=3.0).e2e_ms == 2000, "of all samples"
+    assert RequestMetrics(1.0, 1.0, times, 0).ttft_ms is None
     assert metrics.itl_ms == (250,)

@@ -176,6 +176,9 @@ def test_messages_may_carry_what_servers_have_added_to_them() -> None:
     part = {"type": "text", "text": "Well?", "cache_control": {"type": "ephemeral"}}
     asked = {"role": "user", "content": [part], "name": None}
     silent = {"role": "assistant", "content": None}
+    named = {"type": "function", "function": {"name": "f"}}
+    forced = {"messages": [asked], "tools": [named], "tool_choice": named}
+    assert '"maxItems": 1' in str(ChatCompletionRequest.model_validate(forced).wanted_structure)
     request = ChatCompletionRequest.model_validate({"messages": [asked, answer, silent]})
     assert [message.for_template() for message in request.messages] == [
         {"role": "user", "content": "Well?"},

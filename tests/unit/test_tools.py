@@ -152,6 +152,7 @@ def test_arguments_are_told_as_they_come_and_the_name_first() -> None:
     (call,) = tool_calls(told[2], streamed=True)
     assert call.pop("id")
     assert call == {"index": 0, "type": "function", "function": {"name": "f", "arguments": '{"a"'}}
+    assert "index" not in tool_calls(told[2], streamed=False)[0]
     assert tool_calls(told[3], streamed=True) == [{"index": 0, "function": {"arguments": ": 1"}}]
 
 

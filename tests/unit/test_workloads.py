@@ -140,6 +140,9 @@ class TestMooncake:
             WorkloadRequest(7322, 490, 0.0),
             WorkloadRequest(1, 1, 3.0525),
         )
+        from_0 = [rows[1] | {"timestamp": at} for at in (0, 1000, 2500)]
+        read_back = read(tmp_path / "z.jsonl", "\n".join(json.dumps(row) for row in from_0))
+        assert [r.arrival_s for r in read_back] == [0.0, 1.0, 2.5]
 
     @pytest.mark.parametrize(
         ("changes", "message"),
@@ -200,6 +203,10 @@ class TestShareGpt:
         # Its prompt is 2 + 3 tokens of the first turn and the new one.
         assert second == WorkloadRequest(6, 1, None, (5,), follows=TurnBefore(0, 5, think_s))
         assert others == [WorkloadRequest(2, 1, None, (1, 8)), WorkloadRequest(1, 1, None, (1,))]
+        path = write(tmp_path / "t.json", json.dumps(records[:1] * 2))
+        loads = (load_workload(path, num_requests=None, seed=seed, tokenize=tokenize) for seed in (0, 0, 1))
+        one, same, other = ([r.follows.think_s for r in each.requests if r.follows] for each in loads)
+        assert (one, len({*one, *other})) == (same, 4)
 
     def test_conversations_without_an_exchange_are_passed_over(self, tmp_path: Path) -> None:
         records = [
