@@ -23,7 +23,7 @@ from bullet_graph.models.config import ModelConfig
 from bullet_graph.models.presets import PRESETS, load_model_config
 from bullet_graph.models.quantization import in_formats
 from bullet_graph.models.sharding import shard
-from bullet_graph.models.weights import fill_dummy, zero_weights
+from bullet_graph.models.weights import checkpoint_views, fill_dummy, zero_weights
 from bullet_graph.perf.roofline import kv_cache_bytes_per_token
 
 SAMPLED = [
@@ -111,7 +111,7 @@ def test_fp8_weights_and_their_scales(form: str, family: Family, tmp_path: Path)
         else:
             with checkpoint.open_checkpoint(tmp_path, config) as opened:
                 list(opened.fill(weights))
-        filled.append((config, dict(checkpoint.checkpoint_views(config, weights))))
+        filled.append((config, dict(checkpoint_views(config, weights))))
     whole = filled[0][1]
     assert any(name.endswith("_scale") for name in whole)
     for config, views in filled[1:]:
@@ -179,7 +179,7 @@ def test_a_rank_reads_its_own_experts_alone(tmp_path: Path, monkeypatch: pytest.
         weights = zero_weights(config, dtype=torch.float32, device=torch.device("cpu"))
         with checkpoint.open_checkpoint(tmp_path, config) as opened:
             list(opened.fill(weights))
-        held = (view.nbytes for _, view in checkpoint.checkpoint_views(config, weights))
+        held = (view.nbytes for _, view in checkpoint_views(config, weights))
         assert config.weight_bytes(4) == sum(held)
     experts = [name.split(".")[5] for name in read if ".experts." in name]
     half = len(experts) // 2
@@ -193,11 +193,11 @@ def test_parts_have_the_shapes_of_a_ranks_weights(name: str, num_ranks: int) -> 
     model = replace(PRESETS[name], num_layers=1, num_experts=min(PRESETS[name].num_experts, 8))
     if model.num_heads % num_ranks:
         pytest.skip("ranks are more than heads")
-    whole = dict(checkpoint.checkpoint_views(model, meta(model)))
+    whole = dict(checkpoint_views(model, meta(model)))
     own = [shard(model, num_ranks, rank) for rank in range(num_ranks)]
     by_expert = [shard(model, num_ranks, 1, expert_parallel=True)] if model.num_experts else []
     for config in own + by_expert:
-        for each, view in checkpoint.checkpoint_views(config, meta(config)):
+        for each, view in checkpoint_views(config, meta(config)):
             part = sharding.part_of(config, each, tuple(whole[each].shape))
             assert view.shape == (whole[each] if part is None else part.of(whole[each])).shape, each
     least = max(model.num_kv_heads, num_ranks) // num_ranks
