@@ -275,7 +275,7 @@ class _TemplateEnvironment(ImmutableSandboxedEnvironment):
         self.filters |= {"tojson": partial(json.dumps, ensure_ascii=False), "_in_time": _in_time, "_sized": _sized}
         self.globals |= {
             "raise_exception": _raise_exception,
-            "strftime_now": lambda text: datetime.now().strftime(text),
+            "strftime_now": lambda format: datetime.now().strftime(format),
         }
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> jinja2.nodes.Template:
@@ -296,7 +296,7 @@ class _TemplateEnvironment(ImmutableSandboxedEnvironment):
             raise jinja2.TemplateError("powers are not supported")
         if isinstance(left, int) and isinstance(right, int) and left.bit_length() + right.bit_length() > _MOST_BITS:
             raise jinja2.TemplateError(f"a number may have {_MOST_BITS} bits")
-        if operator == "%" and isinstance(left, str) and re.search(r"\*|\d{4}", left):
+        if operator == "%" and isinstance(left, str) and re.search(r"%[^%a-zA-Z]*(\*|\d{4})", left):
             raise jinja2.TemplateError("a text may have no format wider than 3 digits")
         if operator in "+*" and (sizes := [len(one) for one in (left, right) if isinstance(one, Sized)]):
             counts = [one for one in (left, right) if isinstance(one, int)]

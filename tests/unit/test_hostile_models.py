@@ -207,10 +207,10 @@ def test_a_template_that_fills_the_memory(template: str) -> None:
 def test_what_templates_may_do() -> None:
     template = (
         "{% for m in messages %}{{ loop.index }}/{{ loop.length }}{{ ',' if not loop.last }}{{ '-' * 3 + m.content }}"
-        "{% endfor %}{{ 2 * 3 + 1 }}{{ 20 // 3 - 5 }}{{ '%03d' % 7 }}{{ ([1] + [2]) | length }}"
+        "{% endfor %}{{ 2 * 3 + 1 }}{{ 20 // 3 - 5 }}{{ '2024%03d' % 7 }}{{ ([1] + [2]) | length }}"
         "{% for k, v in {'a': 1}.items() if v %}{{ k }}{% endfor %}"
     )
-    assert render(template) == "1/2,---hello2/2---you710072a"
+    assert render(template) == "1/2,---hello2/2---you7120240072a"
 
 
 def render(template: str) -> str:
