@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from bench.record import Tool
+from bullet_graph.cli.options import FILE
 from bullet_graph.workloads import WorkloadRequest, load_workload
 from bullet_graph.workloads.synthetic import LengthTables
 
@@ -37,7 +38,7 @@ NUM_SHARES = 10
 @click.command(cls=Tool, help=__doc__)
 @click.argument("conv", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @click.argument("code", type=click.Path(exists=True, dir_okay=False, path_type=Path))
-@click.option("--output", type=click.Path(dir_okay=False, path_type=Path), default=DATA / "azure_lengths.json")
+@click.option("--output", type=FILE, default=DATA / "azure_lengths.json", help="Where the tables go.")
 def main(conv: Path, code: Path, output: Path) -> None:
     tables = {}
     for name, path in (("conv", conv), ("code", code)):

@@ -278,7 +278,7 @@ INTRODUCTION = """# Measurements
 Written by `python -m bench.report` from `{folder}`.
 Machine: {device}, driver {driver}, {versions}. Random weights.
 
-The model is llama-3.1-8b where none is named. "Ratio": this engine over vLLM or the named peer: high is good for
+The model is llama-3.1-8b where none is named. "Ratio" is this engine over vLLM or the named peer: high is good for
 goodput, low for times and energy. vLLM takes 512 tokens a step, all at once 8,192. Other sizes, where they ran, served
 fewer (log), but 256 more on 2 GPUs. SGLang mixes prompts with decode. This engine runs `auto`, and its best all at
 once. goodput_90 is the highest rate at which 90 % of requests meet both targets ("500/15 ms": of TTFT and TPOT), for at

@@ -189,9 +189,8 @@ def main(
     folders = {name: Path(folder) for name, _, folder in (one.partition("=") for one in trees) if folder}
     if not len(trees) == len(folders) == 2:
         raise click.UsageError("--tree is given twice, each as NAME=FOLDER with a name of its own")
-    for folder in folders.values():
-        if not (folder / "bullet_graph").is_dir():
-            raise click.UsageError(f"--tree {folder}: a source tree has a folder bullet_graph, but this has none")
+    if others := [folder for folder in folders.values() if not (folder / "bullet_graph").is_dir()]:
+        raise click.UsageError(f"--tree {others[0]}: a source tree has a folder bullet_graph, but this has none")
     from bullet_graph.cli.result_file import command_line  # noqa: PLC0415
     from bullet_graph.perf.energy import DeviceMonitor, NvmlProbe  # noqa: PLC0415
 

@@ -5,7 +5,7 @@ import inspect
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, field, fields, replace
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from types import MappingProxyType, NoneType, UnionType
 from typing import Any, Literal, cast, get_args, get_origin, get_type_hints
 
@@ -374,6 +374,11 @@ class EngineConfig:
                 "capture_plan says which partitions and sizes are captured: leave out decode_sms and "
                 "cuda_graphs=False, or leave out the plan"
             )
+
+    @property
+    def model_name(self) -> str:
+        """The model's own name: the last part of its folder's path, even of ``.``, or of its hub id."""
+        return Path(self.model).absolute().name
 
     @property
     def zipf_exponent(self) -> float | None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from bullet_graph.errors import ConfigError, DeviceError
-from bullet_graph.perf.provenance import installed_version, without_home
+from bullet_graph.perf.provenance import installed_version, without_folder
 
 
 def require_peer(name: str, release: str) -> None:
@@ -56,7 +56,7 @@ def plain(value: Any) -> Any:
     """A value for JSON; text for one of the peer's own types, and no home folder in text."""
     if isinstance(value, dict):
         return {str(name): plain(item) for name, item in value.items()}
-    return value if value is None or type(value) in (bool, int, float) else without_home(str(value))
+    return value if value is None or type(value) in (bool, int, float) else without_folder(str(value))
 
 
 def environment(prefix: str) -> dict[str, str]:

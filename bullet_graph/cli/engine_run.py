@@ -17,7 +17,7 @@ from bullet_graph.config import EngineConfig, Policy
 from bullet_graph.engine.engine import Engine
 from bullet_graph.models.presets import PRESETS
 from bullet_graph.perf.energy import DeviceMonitor, open_probe
-from bullet_graph.perf.provenance import collect_provenance, without_home
+from bullet_graph.perf.provenance import collect_provenance, without_folder
 from bullet_graph.runtime.memory import MemoryLedger, format_bytes
 from bullet_graph.runtime.resolve import Runtime, load_tokenizer
 from bullet_graph.slo import Slo
@@ -110,7 +110,7 @@ def watch_device(engine: Engine) -> DeviceMonitor:
 def describe_config(config: EngineConfig, runtime: Runtime) -> dict[str, Any]:
     """Fields of every result: the settings, those that the model and the device decide resolved."""
     settings = {
-        name: without_home(value) if isinstance(value, str) else value
+        name: without_folder(value) if isinstance(value, str) else value
         for name, value in config.values().items()
         if name not in _OWN_FIELDS
     }
@@ -118,7 +118,7 @@ def describe_config(config: EngineConfig, runtime: Runtime) -> dict[str, Any]:
     if runtime.hub_id is not None and runtime.folder is not None:
         resolved["revision"] = runtime.folder.name
     return {
-        "model": without_home(config.model),
+        "model": without_folder(config.model),
         "load_format": "dummy" if has_random_weights(config) else "safetensors",
         "dtype": runtime.dtype_name,
         "policy": str(config.policy),

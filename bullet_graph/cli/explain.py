@@ -70,9 +70,8 @@ def explain(
 
         write_result_file(timeline, draw_timeline(timeline.suffix[1:].lower(), trace, window))
     if chrome_trace is not None:
-        write_result_file(
-            chrome_trace, json.dumps(to_chrome_trace(trace, window), separators=(",", ":"), allow_nan=False)
-        )
+        events = to_chrome_trace(trace, window)
+        write_result_file(chrome_trace, json.dumps(events, separators=(",", ":"), allow_nan=False))
     if as_json:
         print_json(summary)
     else:

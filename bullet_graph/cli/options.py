@@ -105,10 +105,8 @@ def engine_options(*, max_num_seqs: int, default_shown: str | None = None, witho
         @functools.wraps(command)
         def with_config(**arguments: Any) -> None:
             config = EngineConfig(**{name: arguments.pop(name) for name in names})
-            path, output_json = arguments.get("trace_decisions"), arguments.get("output_json")
-            check_result_file(path, overwrite=arguments.get("overwrite"), option="--trace-decisions")
-            if path is not None and output_json is not None and path.resolve() == output_json.resolve():
-                raise ConfigError(f"--trace-decisions {path}: the result goes there; give another name")
+            path, result = arguments.get("trace_decisions"), arguments.get("output_json")
+            check_result_file(path, overwrite=arguments.get("overwrite"), option="--trace-decisions", result=result)
             command(config=config, **arguments)
 
         return all_of(options)(with_config)

@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import json
 import os
-import re
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
@@ -16,6 +15,7 @@ from typing import Any
 import click
 
 from bullet_graph.errors import ConfigError
+from bullet_graph.perf.provenance import without_folder
 
 IMAGE_FORMATS = ("svg", "png")
 
@@ -24,15 +24,19 @@ _TRIED_BYTES = 64 * 1024
 _SECRET_OPTIONS = ("--api-key",)
 
 
-def check_result_file(path: Path | None, *, overwrite: bool | None, option: str = "--output-json") -> None:
+def check_result_file(
+    path: Path | None, *, overwrite: bool | None, option: str = "--output-json", result: Path | None = None
+) -> None:
     """Make sure, before a long run, that the file that ``option`` names can be written; None: nothing is.
 
     Raises:
-        ConfigError: the folder is missing or takes no file, or the file exists and ``overwrite`` is False, or None
-            (the command has no such option).
+        ConfigError: the folder is missing or takes no file, it is the command's ``result`` as well, or the file exists
+            and ``overwrite`` is False, or None (the command has no such option).
     """
     if path is None:
         return
+    if result is not None and path.resolve() == result.resolve():
+        raise ConfigError(f"{option} {path}: the result goes there; give another name")
     if not path.parent.is_dir():
         raise ConfigError(f"{option} {path}: the folder {path.parent} does not exist; make it first")
     if path.exists() and not path.is_file():
@@ -83,9 +87,9 @@ def command_line() -> list[str]:
                 words[index] = f"{name}=***"
             elif index + 1 < len(words):
                 words[index + 1] = "***"
-    for folder, short in {f"{Path.cwd()}{os.sep}": "", f"{Path.home()}{os.sep}": f"~{os.sep}"}.items():
-        if folder != os.sep * 2:
-            words = [re.sub(rf"(?<![\w./-]){re.escape(folder)}", short, word) for word in words]
+    for folder, short in {Path.cwd(): "", Path.home(): "~/"}.items():
+        if folder != folder.parent:  # not the root
+            words = [without_folder(word, folder, short) for word in words]
     return words
 
 

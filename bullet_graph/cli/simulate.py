@@ -15,7 +15,7 @@ from bullet_graph._version import __version__
 from bullet_graph.cli.bench.sweep_runner import at_rate, fastest_rate
 from bullet_graph.cli.options import FILE, all_of, result_options, setting_options
 from bullet_graph.cli.replay_options import SIMULATED_MODEL, GoodputCommand, gpu_option, replay_options, search_options
-from bullet_graph.cli.result_file import Output, check_plot_file, write_result_file
+from bullet_graph.cli.result_file import Output, check_plot_file, check_result_file, write_result_file
 from bullet_graph.cli.tables import ReplayRun, counters, emit_replays, goodput_table, print_line, print_table
 from bullet_graph.config import KV_BLOCK_TOKENS, EngineConfig, Policy
 from bullet_graph.engine.simulation import HOST_OVERHEAD_MS, SimulationSettings
@@ -280,8 +280,7 @@ def simulate(
         raise ConfigError("--plot, --smoke and the options of a search are for several rates: add --sweep")
     if trace_decisions is not None and (sweep or len(policies) > 1):
         raise ConfigError("--trace-decisions writes one run: give one --policy, and no --sweep")
-    if trace_decisions is not None and output.path is not None and trace_decisions.resolve() == output.path.resolve():
-        raise ConfigError(f"--trace-decisions {trace_decisions}: the result goes there; give another name")
+    check_result_file(trace_decisions, overwrite=output.overwrite, option="--trace-decisions", result=output.path)
     check_plot_file(plot, overwrite=output.overwrite)
     simulator = Simulator(config=config, arrivals=arrivals, **simulated)
     simulator.workload.require_fit(simulator.max_model_len)

@@ -133,7 +133,7 @@ def default_plan(
     """The plan of an engine that names none: all sizes, for the whole GPU and each partition; ``decode_sms`` rise."""
     sizes = batch_size_buckets(config.max_num_seqs)
     return CapturePlan(
-        model=Path(config.model).absolute().name,
+        model=config.model_name,
         dtype=dtype,
         num_sms=num_sms,
         max_num_seqs=config.max_num_seqs,
@@ -218,7 +218,7 @@ def named_plan(config: EngineConfig, *, dtype: str, num_sms: int) -> CapturePlan
         return None
     plan, name = load_plan(config.capture_plan), f"the capture plan {config.capture_plan}"
     for key, found, required in (
-        ("model", plan.model, Path(config.model).absolute().name),
+        ("model", plan.model, config.model_name),
         ("dtype", plan.dtype, dtype),
         ("num_sms", plan.num_sms, num_sms),
         ("max_num_seqs", plan.max_num_seqs, config.max_num_seqs),

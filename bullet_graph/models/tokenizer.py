@@ -273,10 +273,8 @@ class _TemplateEnvironment(ImmutableSandboxedEnvironment):
         super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
         # Jinja's own filter of this name would escape HTML.
         self.filters |= {"tojson": partial(json.dumps, ensure_ascii=False), "_in_time": _in_time, "_sized": _sized}
-        self.globals |= {
-            "raise_exception": _raise_exception,
-            "strftime_now": lambda format: datetime.now().strftime(format),
-        }
+        self.globals["raise_exception"] = _raise_exception
+        self.globals["strftime_now"] = lambda format: datetime.now().strftime(format)
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> jinja2.nodes.Template:
         tree = super()._parse(source, name, filename)
@@ -299,8 +297,7 @@ class _TemplateEnvironment(ImmutableSandboxedEnvironment):
         if operator == "%" and isinstance(left, str) and re.search(r"%[^%a-zA-Z]*(\*|\d{4})", left):
             raise jinja2.TemplateError("a text may have no format wider than 3 digits")
         if operator in "+*" and (sizes := [len(one) for one in (left, right) if isinstance(one, Sized)]):
-            counts = [one for one in (left, right) if isinstance(one, int)]
-            _check_size(sum(sizes) * max(counts, default=1))
+            _check_size(sum(sizes) * max((one for one in (left, right) if isinstance(one, int)), default=1))
         return super().call_binop(context, operator, left, right)
 
 

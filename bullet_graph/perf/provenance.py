@@ -88,9 +88,9 @@ def git_state(folder: Path) -> tuple[str, bool] | None:
     return None if not commit or changes is None else (commit, bool(changes))
 
 
-def without_home(text: str) -> str:
-    """Write ``~`` for the home folder's path, so that a kept result names no user."""
-    return re.sub(rf"(?<![\w./-]){re.escape(str(Path.home()))}/", "~/", text)
+def without_folder(text: str, folder: Path | None = None, short: str = "~/") -> str:
+    """Write ``short`` for a folder's path: ``~/`` for the home folder, so that a kept result names no user."""
+    return re.sub(rf"(?<![\w./-]){re.escape(str(folder or Path.home()))}/", short, text)
 
 
 def _git(folder: Path, *arguments: str) -> str | None:

@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -106,7 +105,7 @@ def cached_table(config: EngineConfig, runtime: Runtime) -> PerfTable | None:
 def artifact_plan(config: EngineConfig, runtime: Runtime, performance: PerformanceModel | None) -> dict[str, Any]:
     """What this engine's entry in a capture cache is named by, besides machine and model; raises ConfigError."""
     if runtime.device.type == "cpu":
-        return {"model": Path(config.model).name, "dtype": runtime.dtype_name, "compiled_rows": config.max_forward_rows}
+        return {"model": config.model_name, "dtype": runtime.dtype_name, "compiled_rows": config.max_forward_rows}
     plan = asdict(capture_plan_of(config, runtime, performance))
     # Without graphs nothing is compiled for them.
     return plan if config.cuda_graphs else plan | {"cuda_graphs": False}

@@ -74,10 +74,10 @@ def test_record_on_the_cpu() -> None:
 
 def test_a_kept_result_names_no_user(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/someone")
-    assert provenance.without_home("/home/someone/models/a") == "~/models/a"
-    assert provenance.without_home("--model=/home/someone/a") == "--model=~/a"
+    assert provenance.without_folder("/home/someone/models/a") == "~/models/a"
+    assert provenance.without_folder("--model=/home/someone/a") == "--model=~/a"
     for other in ("/home/someone-else/a", "/mnt/home/someone/a"):
-        assert provenance.without_home(other) == other
+        assert provenance.without_folder(other) == other
 
 
 def test_processor_name_is_in_cpuinfo_or_the_platforms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
