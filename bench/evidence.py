@@ -175,10 +175,11 @@ class Task:
         return [one for one in (self, *self.older) if CLAIMED in one.own]
 
     def since(self, best: Run | None, share: float) -> str:
-        """How many later runs at the best one's rate did not serve the share, as more text; empty where all did."""
-        later = (run for date, run in self.runs if date > self.source.date)
-        near = (run for run in later if best and abs(run["request_rate"] / best["request_rate"] - 1) < 0.005)
-        good = [run["stable"] and run["slo_attainment"] >= share for run in near]
+        """How many later runs contradict the best one, of those that tell, as more text; empty where none does."""
+        later = [run for date, run in self.runs if best and date > self.source.date]
+        served = [run["stable"] and run["slo_attainment"] >= share for run in later]
+        rates = [run["request_rate"] / best["request_rate"] for run in later] if best else []
+        good = [one for one, rate in zip(served, rates, strict=True) if (rate > 0.995 if one else rate < 1.005)]
         return f"; later {good.count(False)}/{len(good)} failed" * (False in good)
 
     def searched(self, share: float = min(SHARES)) -> tuple[Searched, list[Searched]]:

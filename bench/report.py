@@ -237,7 +237,7 @@ def fleet_rows(simulations: Sequence[Source]) -> Iterator[str]:
     rows: dict[tuple[str, int, str], dict[float, dict[str, Any]]] = {}
     for source in simulations:
         for one in dicts(source.fields.get("systems")) if source.name.startswith("fleet_") else ():
-            short = "\\*" if (source.fields["arrival_seconds"] or 0) < LEAST_SECONDS else ""
+            short = f" (< {LEAST_SECONDS:g} s)" if (source.fields["arrival_seconds"] or 0) < LEAST_SECONDS else ""
             key = named(source.fields), one["machines"], short
             rows.setdefault(key, {})[one["gb_per_s"] or 0.0] = one
     for (name, machines, mark), systems in sorted(rows.items()):
@@ -279,13 +279,12 @@ Written by `python -m bench.report` from `{folder}`.
 Machine: {device}, driver {driver}, {versions}. Random weights.
 
 The model is llama-3.1-8b where none is named. "Ratio" is this engine over vLLM or the named peer: high is good for
-goodput, low for times and energy. vLLM takes 512 tokens a step, all at once 8,192. Other sizes, where they ran, served
-fewer (log), but 256 more on 2 GPUs. SGLang mixes prompts with decode. This engine runs `auto`, and its best all at
-once. goodput_90 is the highest rate at which 90 % of requests meet both targets ("500/15 ms": of TTFT and TPOT), for at
-least 120 s; beside it: p99 TTFT. "Later": newer runs at its rate. Gaps are exponential; with "burstiness", gamma of
-that shape. Chats come at 86 to 90 % of their rate. "<": it failed at that rate, the ratio is a bound. "≥": its search
-ran no higher. "Worse here": by more than 2 % at the highest load that both ran. At a higher goodput, its
-tails are longer: a queue grows. Cards differ by 6 %. Most files predate the engine.
+goodput, low for times and energy. vLLM takes 512 tokens a step, all at once 8,192. Other sizes served fewer (log), but
+256 more on 2 GPUs. SGLang mixes prompts with decode. This engine runs `auto`, or its best all at once. goodput_90 is
+the highest rate at which 90 % of requests meet both targets ("500/15 ms": of TTFT and TPOT), for ≥ 120 s; beside it:
+p99 TTFT. "Later": newer runs that contradict it. Gaps are exponential, or gamma of shape "burstiness". Chats come at 86
+to 90 % of their rate. "<": it failed there, the ratio is a bound; "≥": it ran no higher. "Worse here": by over 2 % at
+the highest load of both. Near its goodput a queue grows. Cards differ by 6 %. Most files predate the engine.
 
 ## Headline figures
 
@@ -304,7 +303,7 @@ FLEETS = """
 
 Simulated by `python -m bench.fleet` from the H200's tables: goodput_90 per GPU, within 5 %. "Shared":
 `auto` on each GPU. "Divided": at GB/s of each GPU's link (prefill GPUs: the best; 1,000 scaled from 100). Bold:
-sharing wins. \\*: < 120 s of arrivals.
+sharing wins.
 
 | trace, TTFT/TPOT in ms | GPUs | shared | divided ÷ shared |
 | --- | ---: | ---: | --- |
@@ -331,7 +330,7 @@ two columns. The H100's chats are older than waits for room.
 FILES = """
 ## Files
 
-All have date, device, versions and commit; these have no command (`argv`):
+These have no command (`argv`):
 """
 
 

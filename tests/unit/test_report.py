@@ -161,9 +161,9 @@ def test_later_runs_at_a_goodput_that_failed_are_told(tmp_path: Path) -> None:
     write_comparison(tmp_path / "search.json", *cells, date="2026-01-05")
     bad = cell(AUTO, run_at(20, 0.95, stable=False))
     write_comparison(tmp_path / "before.json", bad, date="2026-01-04", commit="before")
-    runs = run_at(20.05, 0.89, stable=True), run_at(20, 0.95), run_at(22, 0.5), run_at(20, 0.1, sustained=False)
+    runs = [run_at(*one) for one in ((20.05, 0.89), (20, 0.95), (22, 0.5), (18, 0.5), (18, 0.95), (25, 0.95))]
     for name, own, settings in (
-        ("later", cell(AUTO, *bad["runs"], *runs), {}),
+        ("later", cell(AUTO, *bad["runs"], *runs, run_at(20, 0.1, sustained=False)), {}),
         ("targets", bad | {"slo": "ttft:1ms tpot:1ms"}, {}),
         ("bursts", bad, {"burstiness": 0.25}),
         ("table", bad, {"perf_table": "table.json"}),
@@ -171,7 +171,7 @@ def test_later_runs_at_a_goodput_that_failed_are_told(tmp_path: Path) -> None:
         ("at_once", bad, {"all_at_once": True}),
     ):
         write_comparison(tmp_path / f"{name}.json", own, date="2026-01-06", commit=name, **settings)
-    assert "ms; later 2/3 failed | 20/s" in text_of(tmp_path)
+    assert "ms; later 3/5 failed | 20/s" in text_of(tmp_path)
 
 
 def test_rates_of_split_over_mixed() -> None:
