@@ -252,13 +252,7 @@ def sample_model(folder: Path) -> None:
 
     from bench.peers.model_folder import write_model_folder, write_weights  # noqa: PLC0415
 
-    sizes: dict[str, Any] = {
-        "hidden_size": 8,
-        "intermediate_size": 16,
-        "num_heads": 2,
-        "num_kv_heads": 1,
-        "head_dim": 4,
-    }
+    sizes = dict[str, Any](hidden_size=8, intermediate_size=16, num_heads=2, num_kv_heads=1, head_dim=4)
     config = replace(PRESETS["tiny"], **sizes, vocab_size=32, max_position_embeddings=64, eos_token_ids=(1,))
     write_weights(write_model_folder(folder, config), config, seed=0, device="cpu")
     vocabulary = {chr(97 + index): index for index in range(26)}

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import median, mode
+from statistics import mean, median, mode
 from typing import Any
 
 import click
@@ -44,7 +44,10 @@ STARTS = {
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A headline figure. ``peer`` is the peer's or the limit, ``ratio`` is over it, ``worse`` is what is worse here."""
+    """A headline figure. ``peer`` is the peer's or the limit, ``ratio`` is over it, ``worse`` is what is worse here.
+
+    ``least`` is the least that the ratio of a goodput can be; inf: it has none.
+    """
 
     what: str
     here: str
@@ -52,6 +55,7 @@ class Row:
     ratio: str = "-"
     worse: str = "-"
     file: str = ""
+    least: float = math.inf
 
     def __str__(self) -> str:
         cells = (self.what, self.here, self.peer, self.ratio, self.worse, f"`{self.file}`" if self.file else "")
@@ -85,17 +89,30 @@ def _goodput_row(task: Task, share: float) -> Row | None:
     here, there, ceiling = own.goodput.rate, best.goodput.rate, max(one.goodput.below or math.inf for one in peers)
     if here is None or (there is None and ceiling == math.inf):
         return None
+    least = here / (there if there and ceiling <= (1 + best.tolerance) * there else ceiling) or math.inf
     if there is None:
-        ratio, shown = f"> {here / ceiling:.2f}×", f"< {ceiling:.3g}/s"
+        ratio, shown = f"> {least:.2f}×", f"< {ceiling:.3g}/s"
     elif ceiling == math.inf:
         ratio, shown = "-", best.text
     else:
         ratio, shown = f"{'≥ ' * own.text.startswith('≥')}{here / there:.2f}×", f"{there:.3g}/s"
-        if (1 + best.tolerance) * there < ceiling:
+        if least < here / there:
             # The peer's goodput may be anywhere below its next rate, which served too few.
-            ratio, shown = f"{here / ceiling:.2f} to {ratio}", f"{shown} (< {ceiling:.3g})"
+            ratio, shown = f"{least:.2f} to {ratio}", f"{shown} (< {ceiling:.3g})"
     sides = own.text + own.tail + task.since(own.best_run, share), shown + best.tail
-    return Row(f"goodput_{100 * share:.0f}, {task.model}, {task.short}", *sides, ratio, file=task.file)
+    return Row(f"goodput_{100 * share:.0f}, {task.model}, {task.short}", *sides, ratio, file=task.file, least=least)
+
+
+def least_ratios(tasks: Sequence[Task]) -> Iterator[str]:
+    """The means of the usual model's least ratios, each load's by its better peer."""
+    for share in SHARES:
+        loads = dict[tuple[str, str], float]()
+        for task in tasks:
+            if task.is_search and f"{task.model}, " == USUAL and (found := _best_search(task, share)):
+                load = task.workload, task.slo
+                loads[load] = min(found[0].least, loads.get(load, math.inf))
+        if known := [least for least in loads.values() if least < math.inf]:
+            yield f"goodput_{100 * share:.0f} {mean(known):.2f}× ({len(known)} loads)"
 
 
 def load_rows(task: Task, sources: Sequence[Source]) -> Iterator[Row]:
@@ -191,11 +208,10 @@ def worse_at(task: Task) -> tuple[float, str]:
             shown, label = ("energy", "") if field == "joules_per_token" else (name.upper(), f"{label} ")
             worse.setdefault(shown, []).append(f"{label}{value / peer[1]:.2f}×")
     told = "; ".join(f"{name} {', '.join(ratios)}" for name, ratios in worse.items())
-    load = "all at once"
-    if rate < math.inf:
+    if worse and rate < math.inf:
         on_time = [figure_of(cell, rate, "slo_attainment") or 0.0 for cell in (own, *task.peers.values())]
-        load = f"{rate:.3g}/s ({100 * on_time[0]:.0f} and {100 * max(on_time[1:]):.0f} % on time)"
-    return rate, f"{load}: {told}" if worse else ""
+        told = f"{rate:.3g}/s ({100 * on_time[0]:.0f} and {100 * max(on_time[1:]):.0f} %): {told}"
+    return rate, told
 
 
 def task_rows(task: Task, sources: Sequence[Source]) -> list[Row]:
@@ -284,7 +300,8 @@ goodput, low for times and energy. vLLM takes 512 tokens a step, all at once 8,1
 the highest rate at which 90 % of requests meet both targets ("500/15 ms": of TTFT and TPOT), for ≥ 120 s; beside it:
 p99 TTFT. "Later": newer runs that contradict it. Gaps are exponential, or gamma of shape "burstiness". Chats come at 86
 to 90 % of their rate. "<": it failed there, the ratio is a bound; "≥": it ran no higher. "Worse here": by over 2 % at
-the highest load of both. Near its goodput a queue grows. Cards differ by 6 %. Most files predate the engine.
+the highest load of both ("4/s (99 and 34 %)": on time here and there). Near its goodput a queue grows. Cards differ by
+6 %. Most files predate the engine.
 
 ## Headline figures
 
@@ -378,8 +395,8 @@ def make_report(sources: Sequence[Source], folder: str, pictures: str, simulatio
         versions=", ".join(f"{n} {versions[n]}" for n in ("torch", "triton", "flashinfer") if versions.get(n)),
     )
     lines = [
-        head + TABLE + "\n".join(map(str, headlines(sources, tasks_of(sources)))),
-        "",
+        head + TABLE + "\n".join(map(str, headlines(sources, tasks := tasks_of(sources)))) + "\n",
+        f"Least ratios in bf16 on average, by each load's better peer: {', '.join(least_ratios(tasks)) or '-'}.\n",
         *(f"![{text}]({pictures}/{name})" for name, text in PLOTS.items()),
         *other_gpus(simulations.parent, folder),
         splitting.SECTION.format(path=f"{pictures}/{splitting.PLOT}"),

@@ -74,15 +74,13 @@ def serve_tasks() -> None:
     answers, sys.stdout = sys.stdout, sys.stderr
     # Each tree brings its own package.
     from bullet_graph import Engine, Slo  # noqa: PLC0415
-    from bullet_graph.config import EngineConfig  # noqa: PLC0415
     from bullet_graph.perf.provenance import collect_provenance  # noqa: PLC0415
 
     settings = json.loads(sys.stdin.readline())
-    policy = "policy" if "policy" in EngineConfig.__dataclass_fields__ else "arm"
     slo = Slo(ttft_ms=500, tpot_ms=15)
     chosen = settings.pop("policy")
     start_s = time.perf_counter()
-    engine = Engine(**settings, **{policy: chosen}, load_format="dummy", slo=slo if chosen == "auto" else Slo())
+    engine = Engine(**settings, policy=chosen, load_format="dummy", slo=slo if chosen == "auto" else Slo())
     start = {
         "start_s": time.perf_counter() - start_s,
         "provenance": dataclasses.asdict(collect_provenance(engine.device_name)),

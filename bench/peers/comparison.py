@@ -6,13 +6,12 @@ import math
 from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import ExitStack
-from functools import partial
 from typing import Any
 
 from bench.peers.host import HostClock
 from bench.peers.systems import Candidate, Setup, System, log
 from bullet_graph.cli.bench.replay import Client, Served, collect_garbage, measure, warm_up
-from bullet_graph.cli.bench.sweep_runner import Cell, Sweep, SweepRunner, WorkloadSpec, at_rate, make_cells
+from bullet_graph.cli.bench.sweep_runner import Cell, Sweep, SweepRunner, Task, WorkloadSpec, at_rate, make_cells
 from bullet_graph.engine.replay import TimedRequest, replay_async
 from bullet_graph.errors import ConfigError, WorkloadError
 from bullet_graph.perf.energy import DeviceMonitor, NvmlProbe
@@ -104,7 +103,7 @@ OpenProbe = Callable[[], NvmlProbe | None]
 
 
 def _peer_client(
-    system: System, runner: asyncio.Runner, *, backend: str, model_id: str, vocab_size: int, probe: OpenProbe
+    system: System, runner: asyncio.Runner, backend: str, model_id: str, vocab_size: int, probe: OpenProbe
 ) -> Client:
     """The client of a system, which watches the GPUs and the host during a replay."""
 
@@ -127,10 +126,11 @@ def _peer_client(
     return Client(backend, model_id, vocab_size, serve)
 
 
+@dataclasses.dataclass
 class Comparison:
     """Everything to run, or what is left of it where the file has some already.
 
-    Args:
+    Attributes:
         groups: candidates that are up at the same time and take turns; the groups follow one another.
         cells: in the order of a round.
         open_system: starts what a group needs, from all the group's candidates that share it.
@@ -140,43 +140,28 @@ class Comparison:
         vocab_size: of it.
         arrivals: how requests arrive, but for the rate. Their seed also draws the prompts.
         num_warmups: unmeasured requests before a system's first run of a workload.
+        probe: opens the GPUs to watch; None watches nothing.
         smoke: runs may be too short to be sustained.
         best_peer_only: give up a peer's setting once others of that peer have served each share at rates that were too
             fast for it, since only the best of them counts.
         before_group: called with each group before it is started.
-        probe: opens the GPUs to watch; None watches nothing.
     """
 
-    def __init__(
-        self,
-        groups: Sequence[Sequence[Candidate]],
-        cells: Sequence[Cell[Candidate]],
-        open_system: Callable[[Sequence[Candidate]], Coroutine[Any, Any, System]],
-        sweep: Sweep,
-        runner: asyncio.Runner,
-        *,
-        model: str,
-        vocab_size: int,
-        arrivals: Arrivals,
-        num_warmups: int,
-        smoke: bool = False,
-        best_peer_only: bool = False,
-        before_group: Callable[[Sequence[Candidate]], None] = lambda _: None,
-        probe: OpenProbe,
-    ) -> None:
-        self._groups = groups
-        self._cells = cells
-        self._open_system = open_system
-        self._sweep = sweep
-        self._runner = runner
-        self._new_client = partial(_peer_client, runner=runner, model_id=model, vocab_size=vocab_size, probe=probe)
-        self._arrivals = arrivals
-        self._num_warmups = num_warmups
-        self._smoke = smoke
-        self._best_peer_only = best_peer_only
-        self._before_group = before_group
-        self._tasks = list(dict.fromkeys(cell.key.task for cell in cells))
-        self._systems: dict[object, System] = {}
+    groups: Sequence[Sequence[Candidate]]
+    cells: Sequence[Cell[Candidate]]
+    open_system: Callable[[Sequence[Candidate]], Coroutine[Any, Any, System]]
+    sweep: Sweep
+    runner: asyncio.Runner
+    _: dataclasses.KW_ONLY
+    model: str
+    vocab_size: int
+    arrivals: Arrivals
+    num_warmups: int
+    probe: OpenProbe
+    smoke: bool = False
+    best_peer_only: bool = False
+    before_group: Callable[[Sequence[Candidate]], None] = lambda _: None
+    _systems: dict[object, System] = dataclasses.field(default_factory=dict, init=False)
 
     def run(self) -> None:
         """Serve until all rates are done.
@@ -185,15 +170,15 @@ class Comparison:
             EngineDeadError: a system failed as a whole.
             WorkloadError: a system could serve none of a run's requests.
         """
-        runner = SweepRunner(self._sweep, is_given_up=self._is_beaten)
-        for group in self._groups:
-            cells = [cell for cell in self._cells if cell.system in group]
+        runner = SweepRunner(self.sweep, is_given_up=self._is_beaten)
+        for group in self.groups:
+            cells = [cell for cell in self.cells if cell.system in group]
             if runner.has_work(cells):
-                self._before_group(group)
+                self.before_group(group)
                 with ExitStack() as stack:
                     self._start(group, stack)
                     runner.run(cells, warm_up=self._warm_up, measure=self._measure)
-        self._sweep.finish()
+        self.sweep.finish()
 
     def _start(self, group: Sequence[Candidate], stack: ExitStack) -> None:
         self._systems = {}
@@ -202,28 +187,32 @@ class Comparison:
             if candidate.resident not in self._systems:
                 sharing = [c for c in group if c.resident == candidate.resident]
                 log(f"starting {' + '.join(c.label for c in sharing)}")
-                system = self._runner.run(self._open_system(sharing))
+                system = self.runner.run(self.open_system(sharing))
                 self._systems[candidate.resident] = system
-                stack.callback(lambda system: self._runner.run(system.close()), system)
+                stack.callback(lambda system: self.runner.run(system.close()), system)
+
+    def _tasks(self) -> list[Task]:
+        return list(dict.fromkeys(cell.key.task for cell in self.cells))
 
     def _client(self, cell: Cell[Candidate]) -> Client:
         """A client of the cell's system, under the cell's setting and targets."""
         system = self._systems[cell.system.resident]
-        self._runner.run(system.configure(cell.system.setting, cell.slo))
+        self.runner.run(system.configure(cell.system.setting, cell.slo))
         # A server by its URL may be on another machine.
-        watched = {"probe": lambda: None} if cell.system.kind == "openai" else {}
-        return self._new_client(system, backend=cell.system.label, **watched)
+        probe = (lambda: None) if cell.system.kind == "openai" else self.probe
+        return _peer_client(system, self.runner, cell.system.label, self.model, self.vocab_size, probe)
 
     def _warm_up(self, cell: Cell[Candidate]) -> None:
         # Other prompts than in any run.
-        seed = self._arrivals.seed + _MOST_RUNS * (len(self._tasks) + self._tasks.index(cell.key.task))
-        warm_up(self._client(cell), cell.workload, self._num_warmups, slo=cell.slo, seed=seed)
+        tasks = self._tasks()
+        seed = self.arrivals.seed + _MOST_RUNS * (len(tasks) + tasks.index(cell.key.task))
+        warm_up(self._client(cell), cell.workload, self.num_warmups, slo=cell.slo, seed=seed)
 
     def _measure(self, cell: Cell[Candidate], rate: float, label: str | None) -> dict[str, Any]:
         # Other prompts in each run, the same for every system: a server may have a prefix cache.
-        run = len(self._sweep.cell(cell.key).runs)
-        prompt_seed = self._arrivals.seed + _MOST_RUNS * self._tasks.index(cell.key.task) + run
-        workload, arrivals = at_rate(cell.workload, self._arrivals, rate, smoke=self._smoke)
+        run = len(self.sweep.cell(cell.key).runs)
+        prompt_seed = self.arrivals.seed + _MOST_RUNS * self._tasks().index(cell.key.task) + run
+        workload, arrivals = at_rate(cell.workload, self.arrivals, rate, smoke=self.smoke)
         measured = measure(self._client(cell), workload, arrivals, slo=cell.slo, prompt_seed=prompt_seed, label=label)
         result = measured.result
         attainment = result.slo_attainment
@@ -237,12 +226,12 @@ class Comparison:
         }
 
     def _is_beaten(self, cell: Cell[Candidate]) -> bool:
-        if not self._best_peer_only or cell.system.kind == "own":
+        if not self.best_peer_only or cell.system.kind == "own":
             return False
-        here = self._sweep.cell(cell.key).rate_runs
+        here = self.sweep.cell(cell.key).rate_runs
         others = [
-            self._sweep.cell(other.key).rate_runs
-            for other in self._cells
+            self.sweep.cell(other.key).rate_runs
+            for other in self.cells
             if other.key.task == cell.key.task and other.system.peer == cell.system.peer and other.system != cell.system
         ]
 
