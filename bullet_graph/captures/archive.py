@@ -18,6 +18,7 @@ from typing import IO, Any
 from bullet_graph.captures.manifest import CHUNK_BYTES, MAX_MANIFEST_BYTES, Manifest, StoredFile, open_regular
 from bullet_graph.captures.store import FILES_NAME, CaptureStore, Entry, file_errors
 from bullet_graph.errors import CacheError
+from bullet_graph.files import draft_of
 
 MANIFEST_MEMBER = "manifest.json"
 SIGNATURE_MEMBER = "manifest.sig"
@@ -40,28 +41,23 @@ def export_entry(entry: Entry, file: Path, *, sign_key: Path | None = None) -> N
     text = entry.manifest.to_bytes()
     key = None if sign_key is None else _load_key(sign_key, is_private=True)
     signature: bytes | None = None if key is None else key.sign(_CONTEXT + text)
-    draft = file.with_name(f".{file.name}.{os.getpid()}.tmp")
-    with file_errors(f"cannot export entry {entry.entry_id} to {file}"):
-        try:
-            with draft.open("wb") as raw:
-                # Without a name and a time: the same entry always gives the same bytes.
-                with (
-                    gzip.GzipFile("", "wb", _LEVEL, raw, mtime=0) as packed,
-                    tarfile.open(fileobj=packed, mode="w|", format=tarfile.USTAR_FORMAT) as tar,
-                ):
-                    _add(tar, MANIFEST_MEMBER, BytesIO(text), len(text))
-                    if signature is not None:
-                        _add(tar, SIGNATURE_MEMBER, BytesIO(signature), len(signature))
-                    for index, stored in enumerate(entry.manifest.files):
-                        with open_regular(entry.files / stored.path) as source:
-                            if os.fstat(source.fileno()).st_size != stored.num_bytes:
-                                raise CacheError(f"{stored.path} changed while it was exported: export it again")
-                            _add(tar, _member(index), source, stored.num_bytes)
-                raw.flush()
-                os.fsync(raw.fileno())
-            draft.replace(file)
-        finally:
-            draft.unlink(missing_ok=True)
+    doing = f"cannot export entry {entry.entry_id} to {file}"
+    with file_errors(doing), draft_of(file) as draft, draft.open("wb") as raw:
+        # Without a name and a time: the same entry always gives the same bytes.
+        with (
+            gzip.GzipFile("", "wb", _LEVEL, raw, mtime=0) as packed,
+            tarfile.open(fileobj=packed, mode="w|", format=tarfile.USTAR_FORMAT) as tar,
+        ):
+            _add(tar, MANIFEST_MEMBER, BytesIO(text), len(text))
+            if signature is not None:
+                _add(tar, SIGNATURE_MEMBER, BytesIO(signature), len(signature))
+            for index, stored in enumerate(entry.manifest.files):
+                with open_regular(entry.files / stored.path) as source:
+                    if os.fstat(source.fileno()).st_size != stored.num_bytes:
+                        raise CacheError(f"{stored.path} changed while it was exported: export it again")
+                    _add(tar, _member(index), source, stored.num_bytes)
+        raw.flush()
+        os.fsync(raw.fileno())
 
 
 def import_archive(

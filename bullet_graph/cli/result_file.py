@@ -1,9 +1,7 @@
 """Results: checked before a run, printed as a table or JSON, and written to a file whole or not at all."""
 
-import contextlib
 import dataclasses
 import json
-import os
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
@@ -15,6 +13,7 @@ from typing import Any
 import click
 
 from bullet_graph.errors import ConfigError
+from bullet_graph.files import draft_of
 from bullet_graph.perf.provenance import without_folder
 
 IMAGE_FORMATS = ("svg", "png")
@@ -123,20 +122,16 @@ class Output:
 
 
 def write_result_file(path: Path, content: str | bytes) -> None:
-    """Write text, or a picture, through a temporary file beside the target: no reader ever sees half a result.
+    """Write text, or a picture, as a whole or not at all.
 
     Where it cannot be written, ConfigError; text is then printed on stdout, so that a long run is not lost.
     """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        temporary.write_bytes(content if isinstance(content, bytes) else f"{content}\n".encode())
-        temporary.replace(path)
+        with draft_of(path) as draft:
+            draft.write_bytes(content if isinstance(content, bytes) else f"{content}\n".encode())
     except OSError as error:
         printed = ""
         if isinstance(content, str):
             click.echo(content)
             printed = "; what it would hold is on standard output"
         raise ConfigError(f"{path} cannot be written ({error.strerror}){printed}") from error
-    finally:
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)

@@ -5,9 +5,7 @@ mask bits (from CUDA 12.0 on).
 """
 
 import json
-import os
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -17,6 +15,7 @@ from platformdirs import user_cache_path
 from pydantic import Field, TypeAdapter, ValidationError
 
 from bullet_graph.errors import PartitionError, first_problem
+from bullet_graph.files import draft_of
 
 OFFSET_ALIGNMENT = 4
 """The mask's words are 32 bits wide."""
@@ -98,14 +97,11 @@ def remember(driver: DriverId, offset: int, path: Path | None = None) -> Path:
     path = path or cache_file()
     entries = {**_read(path), driver: offset}
     text = json.dumps([{**asdict(one), "offset": at} for one, at in entries.items()], indent=1) + "\n"
-    temporary = path.with_name(f"{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(text, encoding="utf-8")
-        temporary.replace(path)
+        with draft_of(path) as draft:
+            draft.write_text(text, encoding="utf-8")
     except OSError as error:
-        with suppress(OSError):
-            temporary.unlink()
         raise PartitionError(
             f"the proven offset has to be remembered in {path}, but that cannot be written ({error}): "
             "make the folder writable and run `bullet-graph doctor --calibrate` again"

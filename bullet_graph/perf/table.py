@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import os
 import re
 import statistics
 import warnings
@@ -16,6 +15,7 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, create_mod
 from pydantic.dataclasses import dataclass
 
 from bullet_graph.errors import PerfTableError, PerfTableWarning, first_problem
+from bullet_graph.files import draft_of
 from bullet_graph.perf.performance import PerformanceModel, attention_pairs
 from bullet_graph.perf.roofline import DecoderShape
 
@@ -268,12 +268,10 @@ def write_table(table: PerfTable, path: Path) -> None:
         "complete": table.complete,
     }
     text = json.dumps({**content, "checksum": _checksum(content)}, indent=1, allow_nan=False) + "\n"
-    draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        draft.write_text(text, encoding="utf-8")
-        draft.replace(path)
+        with draft_of(path) as draft:
+            draft.write_text(text, encoding="utf-8")
     except OSError as cause:
-        draft.unlink(missing_ok=True)
         raise PerfTableError(f"cannot write the performance table {path}: {cause}") from cause
 
 

@@ -20,6 +20,7 @@ import pyarrow.parquet as pq
 from pydantic_core import from_json, to_json
 
 from bullet_graph.errors import ConfigError, WorkloadError
+from bullet_graph.files import draft_of
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 OUTPUT_NAME = "output.jsonl"
@@ -259,9 +260,8 @@ class OutputFolder:
             (self.path / "parts").mkdir(parents=True, exist_ok=True)
             self._held.enter_context(filelock.FileLock(self.path / ".lock", timeout=0))
             if not manifest.exists():
-                temporary = manifest.with_suffix(".tmp")
-                temporary.write_text(json.dumps(self._identity))
-                temporary.replace(manifest)
+                with draft_of(manifest) as draft:
+                    draft.write_text(json.dumps(self._identity))
             found = json.loads(manifest.read_text())
         except filelock.Timeout:
             raise ConfigError(
@@ -317,11 +317,10 @@ class OutputFolder:
         return sum(place.refused for place in self._places.values())
 
     def finish(self, custom_ids: list[str]) -> Path:
-        """Write the output in this order, each row once, through a temporary file; then remove the part files."""
+        """Write the output in this order, each row once, as a whole; then remove the part files."""
         target = self.path / OUTPUT_NAME
-        temporary = target.with_suffix(".tmp")
         parts = sorted((self.path / "parts").glob("*.jsonl"))
-        with ExitStack() as files, temporary.open("wb") as output:
+        with draft_of(target) as draft, ExitStack() as files, draft.open("wb") as output:
             sources = {path: files.enter_context(path.open("rb")) for path in (target, *parts) if path.exists()}
             for custom_id in custom_ids:
                 place = self._places.get(custom_id)
@@ -330,7 +329,6 @@ class OutputFolder:
                     output.write(sources[place.path].read(place.length))
             output.flush()
             os.fsync(output.fileno())
-        temporary.replace(target)
         for part in parts:
             part.unlink()
         self.refresh()
