@@ -80,12 +80,10 @@ def _shrunk_plus(sums, v, weights, shrink):
 
 @triton.jit
 def _shrunk_plus_each(sums, v, weights, shrink):
-    """Shrink the sums [numbers, queries] and add v [numbers, keys] @ weights [keys, queries].
-
-    An int32 is four numbers in FP8. Then there are four sums: of each one's first number, second, third, and last. So a
-    thread reads four numbers at once, though the product wants those of two keys side by side.
-    """
+    """Shrink the sums [numbers, queries] and add v [numbers, keys] @ weights [keys, queries]."""
     if v.dtype == tl.int32:
+        # Four numbers in FP8 each. There are four sums: of first numbers, of second, third, and last ones. So a thread
+        # reads four numbers at once, though the product wants those of two keys side by side.
         v0, v1, v2, v3 = words_to_half(v)
         return (
             _shrunk_plus(sums[0], v0, weights, shrink),

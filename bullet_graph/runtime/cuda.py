@@ -53,15 +53,12 @@ def decode_inputs(rows: Rows) -> DecodeInputs:
 
 @dataclass(frozen=True, slots=True)
 class _PendingLaunch:
-    """A launch under way, and the copies of its results to pinned memory, complete once ``finished`` has passed.
-
-    ``token_ids`` are [sampled rows] int32; both log-probabilities are those chosen, the top ids and the top ones.
-    """
+    """A launch under way, and the copies of its results to pinned memory, complete once ``finished`` has passed."""
 
     started: torch.cuda.Event
     finished: torch.cuda.Event
-    token_ids: Tensor | None
-    logprobs: tuple[Tensor, Tensor, Tensor] | None
+    token_ids: Tensor | None  # [sampled rows] int32
+    logprobs: tuple[Tensor, Tensor, Tensor] | None  # those chosen, the top ids and the top ones
     prompt_logprobs: tuple[Tensor, Tensor, Tensor] | None
 
     def wait(self) -> StepResult:
@@ -88,16 +85,13 @@ def _to_host(tensor: Tensor) -> Tensor:
 
 @dataclass(slots=True)
 class _Lane:
-    """The parts of one lane: its stream is bound to the partition of its last launch, ``slots`` uploads settings.
-
-    ``forward`` stopped between two layers; ``last`` has passed once all the lane's launches are done.
-    """
+    """The parts of one lane, whose stream is bound to the partition of its last launch."""
 
     stream: torch.cuda.Stream
     eager: EagerLane
-    slots: Uploader
-    forward: EagerForward | None = None
-    last: torch.cuda.Event | None = None
+    slots: Uploader  # of settings
+    forward: EagerForward | None = None  # stopped between two layers
+    last: torch.cuda.Event | None = None  # has passed once all the lane's launches are done
 
     def write_slots(self, admitted: tuple[SlotInit, ...], state: SamplingState) -> None:
         """Enqueue the state from which sequences' sampling starts on the current stream."""
