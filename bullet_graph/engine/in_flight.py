@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from bullet_graph.config import EngineConfig
 from bullet_graph.engine.sequence import ScheduledStep
 from bullet_graph.graphs.key import batch_size_buckets, bucket_for
-from bullet_graph.partition.masks import LANES, SMS_PER_TPC, Lane, SmPartition, sm_ranges
+from bullet_graph.partition.masks import LANES, SMS_PER_TPC, Lane, SmPartition, fits_side_by_side, sm_ranges
 from bullet_graph.planner.plan import PolicyName
 from bullet_graph.runtime.step import Placement, Step
 
@@ -108,9 +108,8 @@ class InFlight:
         for launch in self._lanes[other_lane(lane)]:
             other = launch.placement.partition
             decode, prefill = (partition, other) if lane == "decode" else (other, partition)
-            if self._num_sms is None or decode.decode_tpcs is None or prefill.prefill_tpcs is None:
-                return False
-            if SMS_PER_TPC * (decode.decode_tpcs + prefill.prefill_tpcs) > self._num_sms:
+            both = SmPartition(decode.decode_tpcs, prefill.prefill_tpcs)
+            if self._num_sms is None or not fits_side_by_side(both, num_tpcs=self._num_sms // SMS_PER_TPC):
                 return False
         return True
 
