@@ -3,7 +3,7 @@
 import json
 import textwrap
 import tomllib
-from bisect import bisect_left, bisect_right
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise, takewhile
@@ -14,10 +14,10 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from bullet_graph.config import DtypeName, EngineConfig
 from bullet_graph.errors import ConfigError, first_problem
-from bullet_graph.graphs.key import GraphKey, batch_size_buckets, row_buckets
+from bullet_graph.graphs.key import GraphKey, batch_size_buckets, row_buckets, smallest_holding
 from bullet_graph.partition.masks import SMS_PER_TPC, WHOLE_GPU, SmPartition, partition_of
 from bullet_graph.perf.roofline import DecoderShape
-from bullet_graph.perf.table import shipped_folder
+from bullet_graph.perf.table import Count, shipped_folder
 
 DECODE_GRAPH_BYTES = 4 * 1024**2
 """Memory of a captured decode step of 32 layers: 1 to 2.5 MiB measured with stream masks, 7 with green contexts."""
@@ -35,7 +35,6 @@ PLAN_DTYPES = tuple(name for name in get_args(DtypeName) if name != "auto")
 FORMAT = "bullet_graph capture plan"
 VERSION = 1
 
-Count = Annotated[int, Field(strict=True, ge=1)]
 
 _LINE_CHARS = 100
 _CLOSED = ConfigDict(extra="forbid")
@@ -109,8 +108,8 @@ class CapturePlan:
     def padded(self, batch_size: int, decode_sms: int | None = None) -> int:
         """Rows of the graph that serves a batch; the batch's own size where none does."""
         for entry in self.decode:
-            if entry.decode_sms == decode_sms and batch_size <= entry.batch_sizes[-1]:
-                return entry.batch_sizes[bisect_left(entry.batch_sizes, batch_size)]
+            if entry.decode_sms == decode_sms:
+                return smallest_holding(batch_size, entry.batch_sizes) or batch_size
         return batch_size
 
     @property
