@@ -8,7 +8,7 @@ from itertools import takewhile
 
 import numpy as np
 
-from bullet_graph.runtime.step import Int32Array
+from bullet_graph.runtime.step import Int32Array, indptr_of
 
 PADDING_BLOCK = 0
 """Never given to a sequence: padded rows of a decode graph read and write it."""
@@ -219,11 +219,10 @@ class BlockPool:
         owned = self._firsts[slots]
         firsts = owned if since is None else np.maximum(since // self.block_tokens, owned)
         counts = -(-num_tokens // self.block_tokens) - firsts
-        indptr = np.zeros(len(slots) + 1, dtype=np.int32)
-        np.cumsum(counts, out=indptr[1:])
         skipped = firsts - owned
         columns = np.arange(int((skipped + counts).max()), dtype=np.int32)
         listed = columns < (skipped + counts)[:, None]
         if since is not None:
             listed &= columns >= skipped[:, None]
-        return firsts * np.int32(self.block_tokens), indptr, self._table[:, : len(columns)][slots][listed]
+        indices = self._table[:, : len(columns)][slots][listed]
+        return firsts * np.int32(self.block_tokens), indptr_of(counts), indices

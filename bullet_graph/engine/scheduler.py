@@ -11,7 +11,7 @@ from bullet_graph.engine.prompt_queue import QUEUE_IN_SIGHT, PromptQueue, prompt
 from bullet_graph.engine.sequence import ScheduledStep, Sequence, Status
 from bullet_graph.partition.masks import Lane
 from bullet_graph.planner.plan import PromptLoad
-from bullet_graph.runtime.step import Bitmasks, DecodeBatch, Int32Array, PrefillBatch, Scored, Step
+from bullet_graph.runtime.step import Bitmasks, DecodeBatch, Int32Array, PrefillBatch, Scored, Step, indptr_of
 
 AWAITED_BLOCKS = 4
 """Blocks that a sequence leaves to another one which is about to write them: fewer are quicker written again."""
@@ -287,8 +287,7 @@ class Scheduler:
         slots = np.array([s.slot for s, _ in chunks], dtype=np.int32)
         starts = np.array([s.num_cached for s, _ in chunks], dtype=np.int32)
         stops = np.array([stop for _, stop in chunks], dtype=np.int32)
-        q_indptr: Int32Array = np.zeros(len(chunks) + 1, dtype=np.int32)
-        np.cumsum(stops - starts, out=q_indptr[1:])
+        q_indptr = indptr_of(stops - starts)
         kv_starts, kv_indptr, kv_indices = self._blocks(slots, starts, stops)
         rows = None
         if scored:

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from bullet_graph.config import KV_BLOCK_TOKENS
 from bullet_graph.kernels import sampler
-from bullet_graph.runtime.step import Adjustments, DecodeBatch, Int32Array, PrefillBatch, Scored, SlotInit
+from bullet_graph.runtime.step import Adjustments, DecodeBatch, Int32Array, PrefillBatch, Scored, SlotInit, indptr_of
 
 _NONE: Int32Array = np.empty(0, dtype=np.int32)
 
@@ -61,7 +61,7 @@ class Rows:
         """
         sequences = np.flatnonzero(np.diff(self.sample_indptr[: self.num_prefill + 1])).astype(np.int32)
         blocks = [self.kv_indices[self.kv_indptr[i] : self.kv_indptr[i + 1]] for i in sequences]
-        return sequences, _indptr(np.diff(self.kv_indptr)[sequences]), np.concatenate((_NONE, *blocks))
+        return sequences, indptr_of(np.diff(self.kv_indptr)[sequences]), np.concatenate((_NONE, *blocks))
 
 
 def make_batches(
@@ -86,10 +86,10 @@ def make_batches(
     prefill = PrefillBatch(
         slots=all_slots[:n],
         token_ids=np.array(np.zeros(lengths.sum()) if token_ids is None else token_ids, dtype=np.int32),
-        q_indptr=_indptr(lengths),
+        q_indptr=indptr_of(lengths),
         starts=np.array([start for start, _, _ in chunks], dtype=np.int32),
         kv_starts=np.zeros(n, dtype=np.int32),
-        kv_indptr=_indptr(block_counts[:n]),
+        kv_indptr=indptr_of(block_counts[:n]),
         kv_indices=np.array(blocks[:split], dtype=np.int32),
         samples=np.array([samples for _, _, samples in chunks], dtype=np.bool_),
     )
@@ -97,7 +97,7 @@ def make_batches(
         slots=all_slots[n:],
         positions=np.array(decode, dtype=np.int32),
         kv_starts=np.zeros(len(decode), dtype=np.int32),
-        kv_indptr=_indptr(block_counts[n:]),
+        kv_indptr=indptr_of(block_counts[n:]),
         kv_indices=np.array(blocks[split : block_counts.sum()], dtype=np.int32),
     )
     return prefill if n else None, decode_batch if len(decode) else None
@@ -115,7 +115,7 @@ def lay_out(prefill: PrefillBatch | None, decode: DecodeBatch | None, block_toke
         blocks = decode.kv_starts, np.diff(decode.kv_indptr), decode.kv_indices
         parts.append((decode.slots, decode.positions, ones, ones.astype(np.bool_), *blocks))
     slots, start, length, sampled, kv_start, blocks_of, kv_indices = map(np.concatenate, zip(*parts, strict=True))
-    q_indptr, kv_indptr = _indptr(length), _indptr(blocks_of)
+    q_indptr, kv_indptr = indptr_of(length), indptr_of(blocks_of)
     end = start + length
     sequence = np.repeat(np.arange(len(length), dtype=np.int32), length)
     positions = np.arange(q_indptr[-1], dtype=np.int32) - q_indptr[:-1][sequence] + start[sequence]
@@ -132,7 +132,7 @@ def lay_out(prefill: PrefillBatch | None, decode: DecodeBatch | None, block_toke
         kv_indptr=kv_indptr,
         kv_indices=kv_indices,
         sample_rows=(q_indptr[1:] - 1)[sampled],
-        sample_indptr=_indptr(sampled.astype(np.int32)),
+        sample_indptr=indptr_of(sampled.astype(np.int32)),
         sample_slots=slots[sampled],
         sample_positions=end[sampled],
         scored=None if prefill is None else prefill.scored,
@@ -179,9 +179,3 @@ def adjustments_row(adjust: Adjustments, vocab_size: int) -> Int32Array:
             banned.add(last)
     marks[sorted(banned)] |= np.int32(-(2**31))
     return np.concatenate((marks, table))
-
-
-def _indptr(counts: Int32Array) -> Int32Array:
-    indptr: Int32Array = np.zeros(len(counts) + 1, dtype=np.int32)
-    np.cumsum(counts, out=indptr[1:])
-    return indptr

@@ -12,6 +12,13 @@ Int32Array = NDArray[np.int32]
 BoolArray = NDArray[np.bool_]
 
 
+def indptr_of(counts: Int32Array) -> Int32Array:
+    """[n + 1], where each of n groups laid end to end starts, and where the last one ends; group i has counts[i]."""
+    indptr: Int32Array = np.zeros(len(counts) + 1, dtype=np.int32)
+    np.cumsum(counts, out=indptr[1:])
+    return indptr
+
+
 @dataclass(frozen=True, slots=True)
 class Adjustments:
     """What changes a sequence's logits: penalties and biases of ``params``, and the token ids of its bad words.
