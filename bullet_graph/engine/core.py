@@ -6,8 +6,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from itertools import compress
 
-import numpy as np
-
 from bullet_graph.engine.in_flight import InFlight, Launch, other_lane
 from bullet_graph.engine.output import EngineStats, RequestOutput
 from bullet_graph.engine.prompt_queue import QUEUE_IN_SIGHT, prompt_load
@@ -17,7 +15,6 @@ from bullet_graph.engine.sequence import ScheduledStep, Sequence, Status
 from bullet_graph.engine.trace import DecisionTrace
 from bullet_graph.errors import LateError
 from bullet_graph.partition.masks import LANES, WHOLE_GPU, Lane, lane_sms
-from bullet_graph.perf.performance import attention_pairs
 from bullet_graph.planner.options import ForwardKind
 from bullet_graph.planner.plan import ChunkLoad, DecodeLoad, Load, Plan, PolicyName, PromptLoad
 from bullet_graph.planner.planner import Planner
@@ -440,6 +437,5 @@ def _chunk_load(scheduled: ScheduledStep, num_layers: int) -> ChunkLoad:
     """A step of the prefill lane before its first launch."""
     prefill = scheduled.step.prefill
     assert prefill is not None  # the prefill lane has nothing else
-    pairs = sum(map(attention_pairs, np.diff(prefill.q_indptr).tolist(), prefill.starts.tolist()))
     deadline_s = min(sequence.deadline_s for sequence in scheduled.touched)
-    return ChunkLoad(len(prefill.token_ids), pairs, num_layers, deadline_s)
+    return ChunkLoad(len(prefill.token_ids), prefill.attention_pairs, num_layers, deadline_s)

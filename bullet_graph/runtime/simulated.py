@@ -13,7 +13,7 @@ from bullet_graph.config import KV_BLOCK_TOKENS
 from bullet_graph.errors import PartitionError
 from bullet_graph.kernels.shared_blocks import saved_blocks, shared_blocks
 from bullet_graph.partition.masks import LANES, WHOLE_GPU, Lane, SmPartition, lane_sms
-from bullet_graph.perf.performance import PerformanceModel, attention_pairs
+from bullet_graph.perf.performance import PerformanceModel
 from bullet_graph.runtime.executor import Executor
 from bullet_graph.runtime.step import DecodeBatch, Placement, Step, StepResult
 
@@ -37,7 +37,7 @@ class StepWork:
         """The work of this step; ``samples``: it includes the last layer, so that tokens are sampled."""
         pairs, kv_tokens, num_sampled, batch_size = 0.0, 0, 0, step.decode_rows
         if step.prefill is not None:
-            pairs = sum(map(attention_pairs, np.diff(step.prefill.q_indptr).tolist(), step.prefill.starts.tolist()))
+            pairs = step.prefill.attention_pairs
             num_sampled = int(np.count_nonzero(step.prefill.samples))
         if step.decode is not None:
             kv_tokens = int(step.decode.positions.sum()) + batch_size

@@ -6,6 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bullet_graph.partition.masks import WHOLE_GPU, Lane, SmPartition
+from bullet_graph.perf.performance import attention_pairs
 from bullet_graph.sampling_params import SamplingParams
 
 Int32Array = NDArray[np.int32]
@@ -85,6 +86,11 @@ class PrefillBatch:
     kv_indices: Int32Array
     samples: BoolArray
     scored: Scored | None = None
+
+    @property
+    def attention_pairs(self) -> float:
+        """(query, key) pairs of all chunks."""
+        return sum(map(attention_pairs, np.diff(self.q_indptr).tolist(), self.starts.tolist()))
 
 
 @dataclass(frozen=True, slots=True)
