@@ -74,7 +74,11 @@ class JsonObject:
     def with_defaults(self, **defaults: object) -> "JsonObject":
         """The object with a value for each of these keys that is missing."""
         missing = {key: value for key, value in defaults.items() if self.get(key) is None}
-        return replace(self, values={**self.values, **missing})
+        return self.with_values(**missing)
+
+    def with_values(self, **values: object) -> "JsonObject":
+        """The object with these values, whatever it has for their keys; None: as if the key were missing."""
+        return replace(self, values={**self.values, **values})
 
     def nested(self, key: str) -> "JsonObject":
         return JsonObject(self.path, self.read(key, dict), f"{self.prefix}{key}.", self.error)

@@ -18,7 +18,7 @@ def read_gemma3(config: JsonObject) -> ModelConfig:
     )
     pattern = config.read("sliding_window_pattern", int, default=6)
     # The two RoPEs are read below.
-    common = replace(config, values={**config.values, "rope_parameters": None, "rope_scaling": None})
+    common = config.with_values(rope_parameters=None, rope_scaling=None)
     model = read_dense_config(common, activation_key="hidden_activation", slides=lambda i: (i + 1) % pattern != 0)
     whole, local = _ropes(config, model.head_dim)
     return replace(

@@ -95,7 +95,7 @@ def read_mistral(config: JsonObject) -> ModelConfig:
 def read_mixtral(config: JsonObject) -> ModelConfig:
     """As Mistral, with experts instead of MLPs; the weights of a row's experts add up to 1."""
     # As Hugging Face's config class: no window by default, and all layers are alike.
-    config = replace(config, values={**config.values, "layer_types": None}).with_defaults(
+    config = config.with_values(layer_types=None).with_defaults(
         rope_theta=1_000_000.0, num_local_experts=8, num_experts_per_tok=2
     )
     model = read_dense_config(config, has_experts=True, slides=lambda _: True)
@@ -114,7 +114,7 @@ def read_phi3(config: JsonObject) -> ModelConfig:
         rope = config.get(key)
         # Earlier names of LongRoPE, by which transformers means it here.
         if isinstance(rope, dict) and rope.get("rope_type", rope.get("type")) in ("su", "yarn"):
-            config = replace(config, values={**config.values, key: {**rope, "rope_type": "longrope"}})
+            config = config.with_values(**{key: {**rope, "rope_type": "longrope"}})
     return read_dense_config(config, fused_projections=True, slides=lambda _: True)
 
 

@@ -13,8 +13,7 @@ from bullet_graph.models.rope import Rope
 
 def read_qwen2(config: JsonObject) -> ModelConfig:
     # Whatever attention_bias says.
-    config = replace(config, values={**config.values, "attention_bias": None})
-    return replace(_read_dense_config(config), qkv_bias=True)
+    return replace(_read_dense_config(config.with_values(attention_bias=None)), qkv_bias=True)
 
 
 def read_qwen3(config: JsonObject) -> ModelConfig:
@@ -39,7 +38,7 @@ def _read_dense_config(config: JsonObject) -> ModelConfig:
 
 def read_qwen2_moe(config: JsonObject) -> ModelConfig:
     # Whatever attention_bias says.
-    config = replace(config, values={**config.values, "attention_bias": None}).with_defaults(max_window_layers=28)
+    config = config.with_values(attention_bias=None).with_defaults(max_window_layers=28)
     first = config.get("max_window_layers") and config.read("max_window_layers", int)
     # By Hugging Face's config class, every other layer below it slides.
     config = _with_window(config)
@@ -50,7 +49,7 @@ def read_qwen2_moe(config: JsonObject) -> ModelConfig:
 
 def read_qwen3_moe(config: JsonObject) -> ModelConfig:
     # A window is that of all layers.
-    config = replace(config, values={**config.values, "layer_types": None})
+    config = config.with_values(layer_types=None)
     model = read_dense_config(_with_window(config), has_experts=True, slides=lambda _: True)
     return replace(_with_experts(model, config), qk_norm=True)
 
