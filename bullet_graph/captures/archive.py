@@ -15,10 +15,10 @@ from io import BytesIO
 from pathlib import Path
 from typing import IO, Any
 
-from bullet_graph.captures.manifest import CHUNK_BYTES, MAX_MANIFEST_BYTES, Manifest, StoredFile, open_regular
+from bullet_graph.captures.manifest import CHUNK_BYTES, MAX_MANIFEST_BYTES, Manifest, StoredFile
 from bullet_graph.captures.store import FILES_NAME, CaptureStore, Entry, file_errors
 from bullet_graph.errors import CacheError
-from bullet_graph.files import draft_of
+from bullet_graph.files import draft_of, open_regular
 
 MANIFEST_MEMBER = "manifest.json"
 SIGNATURE_MEMBER = "manifest.sig"

@@ -2,19 +2,17 @@
 
 import hashlib
 import json
-import os
-import stat
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
-from io import BufferedReader
 from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError
 
 from bullet_graph.errors import CacheError, first_problem
+from bullet_graph.files import open_regular
 
 FORMAT = "bullet_graph capture cache"
 VERSION = 2
@@ -198,14 +196,3 @@ def _hash_file(path: Path, copy: Path | None = None) -> tuple[int, str]:
             if target is not None:
                 target.write(chunk)
     return num_bytes, hashed.hexdigest()
-
-
-def open_regular(path: Path, *, follow_links: bool = False) -> BufferedReader:
-    """Open a regular file for reading; OSError for a device or a pipe, and for a link unless ``follow_links``."""
-    # O_NONBLOCK: a pipe without a writer would block.
-    flags = os.O_RDONLY | os.O_NONBLOCK | (0 if follow_links else os.O_NOFOLLOW)
-    file = open(os.open(path, flags), "rb")  # noqa: SIM115 - the caller closes it
-    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-        file.close()
-        raise OSError(f"{path} is not a regular file")
-    return file

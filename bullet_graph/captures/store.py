@@ -23,6 +23,7 @@ from platformdirs import user_cache_path
 
 from bullet_graph.captures import manifest as manifests
 from bullet_graph.errors import CacheError
+from bullet_graph.files import open_regular
 
 MANIFEST_NAME = "manifest.json"
 FILES_NAME = "files"
@@ -155,9 +156,9 @@ class CaptureStore:
         folder, rejection = self._entries / name, None
         where = folder / MANIFEST_NAME
         with file_errors(f"entry {name} of {self.root} cannot be read, or has no manifest"):
-            with manifests.open_regular(where) as file:
+            with open_regular(where) as file:
                 data, status = file.read(manifests.MAX_MANIFEST_BYTES), os.fstat(file.fileno())
-            with suppress(FileNotFoundError), manifests.open_regular(folder / REJECTION_NAME) as file:
+            with suppress(FileNotFoundError), open_regular(folder / REJECTION_NAME) as file:
                 rejection = manifests.printable(file.read(_MAX_REASON_BYTES).decode(errors="replace"))
         manifest = manifests.Manifest.parse(data, str(where))
         if manifest.entry_id != name or folder.is_symlink():

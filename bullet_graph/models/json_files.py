@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-from bullet_graph.captures.manifest import open_regular
 from bullet_graph.errors import ModelError, UnsupportedModelError
+from bullet_graph.files import open_regular
 
 MAX_FILE_BYTES = 256 * 1024**2
 """Most bytes of a file that is read as a whole; the largest tokenizer published has about 35 MB."""
