@@ -32,7 +32,7 @@ _BLOCK = [FP8_BLOCK, FP8_BLOCK]
 _MAX_IGNORED, _MAX_PATTERNS = 2**16, 64
 
 
-def expert_modules(num_experts: int, *, has_shared: bool = False, mixtral_names: bool = False) -> Modules:
+def expert_modules(num_experts: int, *, has_shared: bool, mixtral_names: bool) -> Modules:
     """As :data:`MODULES`, of a layer with experts; without router and gate, which are never quantized."""
     block, names = ("block_sparse_moe", "w1 w3 w2") if mixtral_names else ("mlp", "gate_proj up_proj down_proj")
     experts = [f"{block}.experts.{index}" for index in range(num_experts)] + ["mlp.shared_expert"] * has_shared

@@ -48,7 +48,7 @@ class Rope:
     extended_positions: int = 0
 
 
-def read_rope(config: JsonObject, head_dim: int, *, can_be_partial: bool = False) -> tuple[Rope, int]:
+def read_rope(config: JsonObject, head_dim: int, *, can_be_partial: bool) -> tuple[Rope, int]:
     """RoPE of all layers, and the number of a head's dimensions that it rotates.
 
     It is in ``rope_parameters`` (transformers 5), ``rope_scaling`` (4) or the config itself.

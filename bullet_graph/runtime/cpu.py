@@ -46,7 +46,7 @@ def reference_attention(cache: KVCache, rows: Rows, q_indptr: Int32Array) -> Ref
 
 @torch.inference_mode()
 def compiled_for_cpu(
-    decoder: Decoder, max_rows: int, compiler: PartCompiler, communicator: Communicator | None = None
+    decoder: Decoder, max_rows: int, compiler: PartCompiler, communicator: Communicator | None
 ) -> LayerFunctions:
     """Layer functions for up to ``max_rows`` rows, compiled for forwards of two or more rows."""
     ops = TorchOps(communicator)
