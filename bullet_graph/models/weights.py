@@ -82,8 +82,7 @@ def fill_dummy(
             weights.embed.new_empty(shapes[name]).normal_(generator=generator)
             continue
         held_view, held_scales = views[name], views.get(scale_name(name))
-        view = held_view
-        scales = held_scales
+        view, scales = held_view, held_scales
         if shapes:
             view = held_view.new_empty(shapes[name])
             scales = None if held_scales is None else held_scales.new_empty(shapes[scale_name(name)])
