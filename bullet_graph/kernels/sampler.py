@@ -131,10 +131,8 @@ def _count(token_id: int, slot: int, position: int, flags: int, state: SamplingS
         last, before = words[:, 0].long(), words[:, 1:]
         recent[position % RECENT_TOKENS] = token_id
         completed = ((before == recent.roll(-1 - position % RECENT_TOKENS)) | (before < 0)).all(-1)
-        words = last[last >= 0]
-        marks[words] &= 2**31 - 1
-        words = last[completed & (last >= 0)]
-        marks[words] |= -(2**31)
+        marks[last[last >= 0]] &= 2**31 - 1
+        marks[last[completed & (last >= 0)]] |= -(2**31)
 
 
 def _cut(scores: Tensor, top_k: int, top_p: float, min_p: float) -> Tensor:
@@ -145,7 +143,8 @@ def _cut(scores: Tensor, top_k: int, top_p: float, min_p: float) -> Tensor:
     if top_p < 1:
         ordered, _ = scores.sort(descending=True)
         probabilities = ordered.softmax(-1)
-        threshold = ordered[(probabilities.cumsum(-1) - probabilities) < top_p][-1]
+        # Where nothing may be sampled, they are not numbers.
+        threshold = ordered[~(probabilities.cumsum(-1) - probabilities >= top_p)][-1]
         scores = scores.masked_fill(scores < threshold, -torch.inf)
     if min_p > 0:
         scores = scores.masked_fill(scores < scores.max() + np.log(min_p), -torch.inf)

@@ -130,11 +130,12 @@ def test_max_tokens_and_stop_strings_still_end(tiny: Engine) -> None:
     assert re.fullmatch("[0-35-9]{1,29}", stopped.outputs[0].text)
 
 
-def test_an_output_that_cannot_go_on_ends_with_an_error(tiny: Engine) -> None:
+@pytest.mark.parametrize("top_p", [1, 0.9])
+def test_an_output_that_cannot_go_on_ends_with_an_error(tiny: Engine, top_p: float) -> None:
     assert tiny.tokenizer is not None
     digits = [tiny.tokenizer.encode(digit)[0] for digit in "0123456789"]
     params = [
-        SamplingParams(structured_outputs=StructuredOutputs(regex="a[0-9]"), bad_words=list("0123456789")),
+        SamplingParams(structured_outputs=StructuredOutputs(regex="a[0-9]"), bad_words=list("0123456789"), top_p=top_p),
         GREEDY,
     ]
     wrong, fine = tiny.generate([[1, 2]] * 2, params, use_tqdm=False)
