@@ -4,7 +4,7 @@ import json
 import math
 import threading
 from collections.abc import Sequence
-from decimal import Decimal
+from decimal import Decimal, InvalidOperation
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -178,8 +178,8 @@ def _check_cost(schema: str) -> None:
 
     try:
         json.loads(schema, parse_float=Decimal, object_hook=look)
-    except RecursionError:
-        raise ValueError("it is nested too deeply") from None
+    except (RecursionError, InvalidOperation):
+        raise ValueError("it is nested too deeply, or a number's exponent is too large") from None
     places = max((-int(multiple.as_tuple().exponent) for multiple in multiples), default=0)
     # Its automaton has a state for each remainder.
     if (

@@ -230,6 +230,7 @@ REFUSED = [
     ({"json": {"$ref": "file:///etc/passwd"}}, "file:///etc/passwd"),
     ({"json": {"$ref": "#"}}, "structured_outputs.json"),
     ({"json": {"type": "thing"}}, "type: thing"),
+    ({"json": '{"minimum": 1e-99999999999999999999}'}, "exponent is too large"),
     ({"json": '{"type": '}, "Expecting value"),
     ({"json": "3"}, "object schema"),
     ({"json": {"type": "integer", "multipleOf": 1000003}}, "multipleOf: the least common multiple"),
