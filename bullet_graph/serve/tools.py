@@ -19,8 +19,8 @@ _MOST_HEAD = 2000
 """A call whose arguments have not begun after so many characters is told only when it is complete."""
 _MOST_BETWEEN = 300
 _HEAD = re.compile(
-    r'\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"\s*:\s*("(?:[^"\\]|\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4}))*")'
-    r'\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
+    r'\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"\s*:\s*'
+    r'("(?:[^"\\]|\\(?:["\\/bfnrt]|u(?![dD][89a-fA-F])[0-9a-fA-F]{4}))*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
 )
 _BARE_NAME = re.compile(r"\s*([A-Za-z_][\w.-]*)(?:\[CALL_ID\]\w*)?(?:\[ARGS\])?\s*")
 _OUTSIDE_TEXT = re.compile(r'["{}\[\]]')

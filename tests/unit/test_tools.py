@@ -64,6 +64,7 @@ CASES: list[tuple[ToolFormat, str, Parsed]] = [
     (LLAMA, ' {"name": "Ann", "age": 5} is it', (' {"name": "Ann", "age": 5} is it', [])),
     (LLAMA, '{"answer": 4', ('{"answer": 4', [])),
     (LLAMA, " ", (" ", [])),
+    (LLAMA, '{"name": "\\ud83d", "parameters": {}}', ('{"name": "\\ud83d", "parameters": {}}', [])),
     (LLAMA, " " * 400 + '{"name": "f", "parameters": {}}', (" " * 400 + '{"name": "f", "parameters": {}}', [])),
     (LLAMA, '{"name": "' + "x" * 3000 + '", "parameters": {}}', ("", [("x" * 3000, NOW)])),
     (
@@ -81,8 +82,7 @@ CASES: list[tuple[ToolFormat, str, Parsed]] = [
 
 @pytest.mark.parametrize(("form", "text", "expected"), CASES, ids=lambda value: str(value)[:40])
 def test_words_and_calls_of_a_text(form: ToolFormat, text: str, expected: Parsed) -> None:
-    assert parse(form, text) == expected
-    assert parse(form, *text) == expected
+    assert parse(form, text) == parse(form, *text) == expected
 
 
 PIECES = st.text() | st.sampled_from(
