@@ -142,16 +142,17 @@ class SamplingParams:
     def __post_init__(self) -> None:
         stops = (self.stop,) if isinstance(self.stop, str) else _items(self.stop)
         ids = _items(self.stop_token_ids)
-        bias = self.logit_bias
-        biases = _items([*bias.items()] if isinstance(bias, Mapping) else bias)
+        biases = _items([*self.logit_bias.items()] if isinstance(self.logit_bias, Mapping) else self.logit_bias)
         max_tokens = self.max_tokens if _is_int(self.max_tokens) else 0
         words = _items(self.bad_words)
         are_stops, are_words = (
             texts is not None and all(isinstance(text, str) and text for text in texts) for texts in (stops, words)
         )
         are_ids = ids is not None and all(_is_int(i, 0) for i in ids)
-        are_biases = biases is not None and len(biases) <= MAX_BIASES and all(map(_is_bias, biases))
-        pairs = f"at most {MAX_BIASES} token ids, each with a number in [-100, 100]"
+        are_biases = (
+            biases is not None and all(map(_is_bias, biases)) and len(biases) == len(dict(biases)) <= MAX_BIASES
+        )
+        pairs = f"at most {MAX_BIASES} different token ids, each with a number in [-100, 100]"
         salt = self.cache_salt
         is_structure = isinstance(self.structured_outputs, StructuredOutputs | None)
         counts = f"None or between 0 and {MAX_LOGPROBS}"

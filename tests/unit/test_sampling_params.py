@@ -47,6 +47,7 @@ BAD = [
     ("frequency_penalty", (-2.1, 3, math.nan, None)),
     ("presence_penalty", (2.1, True, "1")),
     ("logit_bias", ({5: 101}, {-1: 0}, {"5": 1}, {5: math.nan}, {5: None}, dict.fromkeys(range(1024), 1), 5, "x")),
+    ("logit_bias", (((5, 1), (5, 2)),)),
     ("cache_salt", ("", 1)),
     ("bad_words", ("", "abc", [""], [1], None)),
     ("n", (0, -1, 1.5, None, True)),
@@ -56,10 +57,8 @@ BAD = [
 @pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in GOOD for value in values])
 def test_good_values_are_taken(name: str, value: object) -> None:
     params = SamplingParams(**{name: value})  # type: ignore[arg-type]
-    if name == "stop":
-        assert params.stop == ((value,) if isinstance(value, str) else tuple(value))  # type: ignore[arg-type]
-    elif name in ("stop_token_ids", "bad_words"):
-        assert getattr(params, name) == tuple(value)  # type: ignore[arg-type]
+    if name in ("stop", "stop_token_ids", "bad_words"):
+        assert getattr(params, name) == ((value,) if isinstance(value, str) else tuple(value))  # type: ignore[arg-type]
     elif name == "logit_bias":
         assert dict(params.biases) == dict(value)  # type: ignore[call-overload]
     else:
