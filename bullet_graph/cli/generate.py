@@ -18,7 +18,7 @@ from bullet_graph.config import EngineConfig, parse_counts
 from bullet_graph.engine.admission import Prompt
 from bullet_graph.engine.engine import Engine
 from bullet_graph.engine.output import OutputKind, RequestOutput
-from bullet_graph.errors import ModelError, PromptError, RequestError
+from bullet_graph.errors import LateError, ModelError, PromptError, RequestError
 from bullet_graph.models.tokenizer import Tokenizer
 from bullet_graph.runtime.resolve import default_sampling_params, load_tokenizer, resolve
 from bullet_graph.sampling_params import SamplingParams
@@ -166,7 +166,7 @@ def _run(
         try:
             engine.add_request(str(index), prompt, params, output_kind=kind)
             accepted.append(index)
-        except RequestError as error:
+        except (RequestError, LateError) as error:
             if len(prompts) == 1:
                 raise
             click.echo(f"error: prompt {index + 1}: {error}", err=True)

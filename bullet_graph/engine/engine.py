@@ -22,7 +22,7 @@ from bullet_graph.engine.in_flight import stalled_launches
 from bullet_graph.engine.output import EngineStats, OutputKind, RequestOutput
 from bullet_graph.engine.scheduler import Scheduler
 from bullet_graph.engine.trace import DecisionTrace, trace_header
-from bullet_graph.errors import ConfigError, EngineDeadError, PerfTableWarning, RequestError
+from bullet_graph.errors import ConfigError, EngineDeadError, LateError, PerfTableWarning, RequestError
 from bullet_graph.models.progress import progress_bar
 from bullet_graph.partition.masks import lane_sms
 from bullet_graph.perf.start_report import StartClock, StartReport
@@ -304,8 +304,8 @@ class Engine:
         """Generate for one prompt or many; return one output per prompt, in order, when all are done.
 
         ``sampling_params`` are those of each prompt, or of all; None: as in :meth:`add_request`.
-        An invalid prompt of a list fails alone: its output has ``error`` set and no ``outputs``. A single one raises
-        RequestError, as do requests that were added one by one and are still under way.
+        A refused prompt of a list fails alone: its output has ``error`` set and no ``outputs``. A single one raises
+        as in :meth:`add_request`. Raises RequestError while requests that were added one by one are under way.
         """
         self._alive()
         if self._core.requests:
@@ -322,7 +322,7 @@ class Engine:
             for request_id, prompt, param in zip(ids, batch, params, strict=True):
                 try:
                     self.add_request(request_id, prompt, param, output_kind=OutputKind.FINAL_ONLY)
-                except RequestError as error:
+                except (RequestError, LateError) as error:
                     if single:
                         raise
                     results[request_id] = RequestOutput.refused(request_id, error, self.now())

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Literal
 
-from bullet_graph.errors import RequestError
+from bullet_graph.errors import LateError, RequestError
 from bullet_graph.partition.masks import Lane
 from bullet_graph.perf.metrics import RequestMetrics
 from bullet_graph.planner.options import ForwardKind
@@ -68,7 +68,7 @@ class RequestOutput:
     outputs: tuple[CompletionOutput, ...]
     finished: bool
     metrics: RequestMetrics
-    error: RequestError | None = None
+    error: RequestError | LateError | None = None
     slo: Slo = NO_TARGETS
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
     num_cached_tokens: int = 0
@@ -79,7 +79,7 @@ class RequestOutput:
         return self.metrics.missed_targets(self.slo, len(self.prompt_token_ids))
 
     @classmethod
-    def refused(cls, request_id: str, error: RequestError, now: float) -> "RequestOutput":
+    def refused(cls, request_id: str, error: RequestError | LateError, now: float) -> "RequestOutput":
         return cls(request_id, (), (), True, RequestMetrics(now, None, ()), error)
 
 

@@ -19,7 +19,7 @@ from datetime import datetime
 from typing import TYPE_CHECKING
 
 from bullet_graph.engine.output import OutputKind, RequestOutput
-from bullet_graph.errors import ConfigError, EngineDeadError, PromptError, RequestError
+from bullet_graph.errors import ConfigError, EngineDeadError, LateError, PromptError, RequestError
 from bullet_graph.perf.goodput_search import requests_for
 from bullet_graph.perf.metrics import QueueGrowth, ReplayResult, RequestMetrics, ServedRequest, summarize_ms
 from bullet_graph.sampling_params import SamplingParams
@@ -264,7 +264,7 @@ def replay(
                     slo=request.slo,
                 )
                 num_under_way += 1
-            except RequestError as error:
+            except (RequestError, LateError) as error:
                 take(RequestOutput.refused(request_id, error, arrival_s))
         elif engine.has_unfinished_requests():
             for output in engine.step(next_s):

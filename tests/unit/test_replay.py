@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from bullet_graph.engine.output import CompletionOutput, OutputKind, RequestOutput
 from bullet_graph.engine.replay import Replay, TimedRequest, replay, timed_requests
-from bullet_graph.errors import ConfigError, EngineDeadError, PromptError
+from bullet_graph.errors import ConfigError, EngineDeadError, LateError, PromptError
 from bullet_graph.perf.metrics import QueueGrowth, ReplayResult, RequestMetrics, ServedRequest
 from bullet_graph.sampling_params import SamplingParams
 from bullet_graph.slo import NO_TARGETS, Slo
@@ -58,7 +58,7 @@ class FakeEngine:
         assert output_kind is OutputKind.FINAL_ONLY
         assert arrival_s <= self.time_s, "told of a request before it came"
         if prompt[0] < 0:
-            raise PromptError("negative token")
+            raise PromptError("negative token") if prompt[0] == -1 else LateError("late", 1.0)
         self.added.append((request_id, arrival_s, self.time_s, slo))
         self.prompts.append(list(prompt))
         self._ends[request_id] = (self.time_s + self._service_s, arrival_s, sampling_params.max_tokens)
@@ -133,10 +133,10 @@ def test_outputs_are_in_the_order_of_the_requests() -> None:
 
 def test_a_refused_request_fails_alone() -> None:
     engine = FakeEngine()
-    requests = [request(0.0, prompt=(-1,)), request(0.0, max_tokens=98), request(0.0, max_tokens=97)]
+    refused = [request(0.0, prompt=(-2,)), request(0.0, prompt=(-1,)), request(0.0, max_tokens=98)]
     too_long = "prompt and output have 3 + 98 tokens, more than max_model_len=100"
-    errors = [row.error for row in replay(engine, requests, max_concurrency=1).served]
-    assert errors == ["negative token", too_long, None]
+    errors = [row.error for row in replay(engine, [*refused, request(0.0, max_tokens=97)], max_concurrency=1).served]
+    assert errors == ["late", "negative token", too_long, None]
 
 
 def test_nothing_served_takes_no_time() -> None:
