@@ -121,7 +121,7 @@ class Request:
             tuple([sample.report(self._output_kind) for sample in self.samples]),
             finished,
             RequestMetrics(self._first.arrival_s, self.first_scheduled_s, times, len(times), self.last_token_s),
-            self._error() if finished else None,
+            self._error(),
             self._first.slo,
             tuple(logprobs) if logprobs is not None and finished else None,
             self._first.num_found,

@@ -355,7 +355,7 @@ def test_what_cannot_be_followed_is_a_400_that_names_it(client: openai.OpenAI, s
         with pytest.raises(openai.BadRequestError, match=r"response_format.*Unimplemented keys: \[.*not") as refusal:
             client.chat.completions.create(model=MODEL, messages=MESSAGES, response_format=form, stream=stream)
         assert refusal.value.status_code == 400
-    impossible = {"prompt": "A", "guided_regex": "a[0-9]", "bad_words": list("0123456789")}
+    impossible = {"prompt": "A", "guided_regex": "a{1,9}[0-9]", "bad_words": list("0123456789"), "n": 4, "seed": 1}
     before = served.metrics()
     assert "could not go on" in served.post("/v1/completions", **impossible).json()["error"]["message"]
     text = served.post("/v1/completions", **impossible, stream=True).text
