@@ -141,7 +141,7 @@ def make(monkeypatch: pytest.MonkeyPatch, gpu: FakeGpu) -> Make:
         decoder.config.num_experts = num_experts
         return cuda.CudaExecutor(
             decoder,
-            EngineConfig(model="tiny", max_num_seqs=64, policy=Policy("split"), **settings),
+            EngineConfig(**({"model": "tiny", "max_num_seqs": 64, "policy": Policy("split")} | settings)),
             backend=gpu,
             plan=PLAN,
             join_weights=lambda: gpu.log.append(("join", None)),
@@ -226,6 +226,7 @@ def test_a_capture_takes_turns_with_the_other_lane(make: Make, gpu: FakeGpu) -> 
 
 def test_nothing_is_captured_without_graphs(make: Make, gpu: FakeGpu) -> None:
     assert make(num_experts=8).lone_rows == 1, "padding reads experts"
+    assert make(max_num_seqs=1).lone_rows == 1, "no graph has room for padding"
     gpu.log.clear()
     executor = make(cuda_graphs=False, ready="hot")
     assert done(gpu) == ["join"]
