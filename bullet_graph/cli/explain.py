@@ -58,7 +58,7 @@ def explain(
         if path is not None and path.resolve() == file.resolve():
             raise ConfigError(f"{option} {path}: this is the trace itself; give another name")
     check_result_file(chrome_trace, overwrite=overwrite, option="--chrome-trace")
-    check_plot_file(timeline, overwrite=overwrite, option="--timeline")
+    check_plot_file(timeline, overwrite=overwrite, option="--timeline", result=chrome_trace)
     trace = read_trace(file)
     window = _window(trace, from_s, to_s)
     summary = summarize_trace(trace, window)

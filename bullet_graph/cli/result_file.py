@@ -53,13 +53,13 @@ def check_result_file(
         ) from error
 
 
-def check_plot_file(path: Path | None, *, overwrite: bool, option: str = "--plot") -> None:
+def check_plot_file(path: Path | None, *, overwrite: bool, option: str = "--plot", result: Path | None = None) -> None:
     """As :func:`check_result_file`, for a picture: matplotlib must be there, and know the name's ending."""
     if path is None:
         return
     if path.suffix[1:].lower() not in IMAGE_FORMATS:
         raise ConfigError(f"{option} {path}: the name must end in .svg or .png")
-    check_result_file(path, overwrite=overwrite, option=option)
+    check_result_file(path, overwrite=overwrite, option=option, result=result)
     require_extra(option, "matplotlib")
 
 
