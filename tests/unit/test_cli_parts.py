@@ -16,7 +16,7 @@ from traces import HEADER, RUN, request, write
 from bullet_graph.cli.bench.latency import decode_gaps_ms, prefill_ms
 from bullet_graph.cli.engine_run import config_for
 from bullet_graph.cli.generate import OrderedPrinter
-from bullet_graph.cli.main import with_flags
+from bullet_graph.cli.main import main, with_flags
 from bullet_graph.cli.options import engine_options, fit_max_num_seqs
 from bullet_graph.cli.result_file import check_result_file, to_json, write_result_file
 from bullet_graph.cli.tables import print_line
@@ -254,6 +254,7 @@ def test_tables(missed_file: Path) -> None:
     assert "│ tpot: split │ 12 │" in words
     assert "│ [bold]late │ TTFT │ 300.0 │ 100.0 │ queued 75.0 %, prefill 25.0 % │" in words
     assert "… and 3 more (all are in the JSON)" in words
+    assert "? and 3 more" in CliRunner(charset="latin-1").invoke(main, ["explain", str(missed_file)]).stdout
 
 
 def test_notes_are_shown(tmp_path: Path, run_file: Path) -> None:
