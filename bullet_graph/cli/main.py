@@ -160,7 +160,9 @@ def main() -> None:
       bullet-graph generate --model ./Llama-3.2-1B --prompt "The sea"
       bullet-graph bench throughput --model tiny --trace synthetic:conv --num-prompts 20
       bullet-graph serve --model ./Qwen3-8B --port 8000
+      bullet-graph bench latency --model llama-3.1-8b --batch-size 64
       bullet-graph simulate --trace azure:conv --request-rate 20 --goodput ttft:500 tpot:15
+      bullet-graph capture list
       bullet-graph doctor
     """
     with contextlib.suppress(AttributeError):  # a console that lacks a character shows another
