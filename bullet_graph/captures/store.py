@@ -260,15 +260,17 @@ class CaptureStore:
         """
         entries, damaged = self.entries()
         doomed: list[tuple[str, int | None, str]] = [(entry.entry_id, None, "damaged") for entry in damaged]
-        kept_bytes, now = 0, datetime.now(UTC)
-        for entry in entries:
+        total_bytes, now = sum(entry.manifest.num_bytes for entry in entries), datetime.now(UTC)
+        for entry in reversed(entries):
             size, age = entry.manifest.num_bytes, now - entry.last_used
             if max_age is not None and age > max_age:
-                doomed.append((entry.entry_id, size, f"not used for {age.days} days"))
-            elif max_total_bytes is not None and kept_bytes + size > max_total_bytes:
+                unused = f"{age.days} days" if age.days > 1 else f"{age // timedelta(hours=1)} hours"
+                doomed.append((entry.entry_id, size, f"not used for {unused}"))
+            elif max_total_bytes is not None and total_bytes > max_total_bytes:
                 doomed.append((entry.entry_id, size, f"over the total of {max_total_bytes} bytes"))
             else:
-                kept_bytes += size
+                break
+            total_bytes -= size
         pruned = []
         for name, num_bytes, reason in doomed:
             kept_because = None

@@ -6,7 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from functools import partial
@@ -377,8 +377,8 @@ def test_nothing_of_a_killed_builder_is_taken_and_two_builders_take_turns(store:
         store.remove(name)
 
 
-def used_days_ago(store: CaptureStore, days: int, **components: str) -> Entry:
-    entry = build(store, changed(**components))
+def used_days_ago(store: CaptureStore, days: float, files: Mapping[str, bytes] = FILES, **components: str) -> Entry:
+    entry = build(store, changed(**components), files=files)
     moment = (datetime.now(UTC) - timedelta(days=days)).timestamp()
     os.utime(entry.folder / MANIFEST_NAME, (moment, moment))
     return entry
@@ -390,8 +390,13 @@ def names_of(found: Iterable[Entry | Pruned]) -> list[str]:
 
 def test_prune_by_total_size_keeps_what_was_used_last(store: CaptureStore) -> None:
     used = [used_days_ago(store, days, gpu=f"gpu{days}") for days in (3, 1, 2)]
-    assert names_of(store.prune(max_total_bytes=2 * used[0].manifest.num_bytes, dry_run=False)) == [used[0].entry_id]
-    assert len(store.prune(max_total_bytes=0, dry_run=False)) == 2
+    large = used_days_ago(store, 1.5, files={"large": bytes(10**6)}, gpu="large")
+    # The large one goes only after those unused for longer, though these would fit without it.
+    planned = store.prune(max_total_bytes=large.manifest.num_bytes + used[1].manifest.num_bytes, dry_run=True)
+    assert names_of(planned) == [used[0].entry_id, used[2].entry_id]
+    pruned = store.prune(max_age=timedelta(hours=30), max_total_bytes=0, dry_run=False)
+    reasons = ["not used for 3 days", "not used for 2 days", "not used for 36 hours", "over the total of 0 bytes"]
+    assert [each.reason for each in pruned] == reasons
 
 
 def test_prune_clears_age_damage_and_leftovers_but_not_what_is_in_use(store: CaptureStore) -> None:
