@@ -380,12 +380,13 @@ def _launch_event(launch: Launch, start_s: float) -> dict[str, Any]:
 
 
 def _sm_events(occupancy: Occupancy, num_sms: int, window: Window, origin_s: float) -> Iterator[dict[str, Any]]:
-    """The SMs that each lane's launch may use, wherever they change; 0 while the lane is idle."""
+    """The SMs that each lane's launch may use, at first and wherever they change; 0 while the lane is idle."""
     sms = occupancy.sms(num_sms)
+    first = max(int(np.searchsorted(occupancy.edges_s, window.start_s, side="right")) - 1, 0)
+    times_s = np.maximum(occupancy.edges_s[first:], window.start_s).tolist()
     for lane in LANES:
         before = 0.0
-        values = [*occupancy.on_lane(lane, sms).tolist(), 0.0]
-        for time_s, on_lane in zip(occupancy.edges_s.tolist(), values, strict=True):
+        for time_s, on_lane in zip(times_s, [*occupancy.on_lane(lane, sms)[first:].tolist(), 0.0], strict=True):
             if on_lane != before and window.holds(time_s):
                 yield _counter(f"{lane} SMs", time_s - origin_s, int(on_lane))
                 before = on_lane
