@@ -15,6 +15,8 @@ from bullet_graph.errors import TraceError, first_problem
 
 TRACE_FORMAT = "bullet-graph decision trace"
 TRACE_FORMAT_VERSION = 2
+WARMUP_PREFIX = "warmup-"
+"""Of the ids of requests before a measurement, or before a server listens."""
 
 LaneName = Literal["decode", "prefill"]
 LANES: tuple[LaneName, LaneName] = ("decode", "prefill")
@@ -165,7 +167,7 @@ _RECORDS: Mapping[str, TypeAdapter[_Record]] = MappingProxyType(
 
 
 def read_trace(path: Path) -> Trace:
-    """Read a trace file; a last line that a crash cut short is left out, with a note.
+    """Read a trace file; a warm-up, and a last line that a crash cut short, are left out, with a note.
 
     Raises TraceError, with the file and line, for a file that cannot be read, is no trace or another version's, or is
     broken.
@@ -207,10 +209,15 @@ def read_trace(path: Path) -> Trace:
     if pending:
         notes.append(f"launches that were never seen to end, and are left out: {len(pending)}")
     starts = [d.time_s for d in [*decisions.values()][:1]] + [x.time_s for x in launches[:1]]
+    measured = [r for r in requests if not r.request_id.startswith(WARMUP_PREFIX)]
+    if 0 < len(measured) < len(requests):
+        count = len(requests) - len(measured)
+        notes.append(f"requests of the warm-up, which are left out with all that came before others: {count}")
+        requests, starts = measured, []
     start_s = min(starts + [r.arrival_s for r in requests], default=0.0)
-    return Trace(
-        header, tuple(decisions.values()), tuple(launches), tuple(requests), tuple(notes), start_s, max(last_s, start_s)
-    )
+    made = tuple(d for d in decisions.values() if d.time_s >= start_s)
+    begun = tuple(x for x in launches if x.time_s >= start_s)
+    return Trace(header, made, begun, tuple(requests), tuple(notes), start_s, max(last_s, start_s))
 
 
 def _records(path: Path, notes: list[str]) -> Iterator[tuple[str, _Record]]:

@@ -17,6 +17,7 @@ from starlette.types import ASGIApp
 
 from bullet_graph.engine.async_engine import AsyncEngine
 from bullet_graph.errors import ConfigError, SamplingParamsError
+from bullet_graph.perf.trace import WARMUP_PREFIX
 from bullet_graph.sampling_params import SamplingParams, StructuredOutputs
 from bullet_graph.serve.app import create_app
 from bullet_graph.serve.connection import LimitedConnection
@@ -172,7 +173,7 @@ async def warm_up(engine: AsyncEngine) -> None:
     lengths = [tokens for tokens in _WARMUP_PROMPT_TOKENS if tokens + _WARMUP_OUTPUT_TOKENS <= limit]
 
     async def serve(num_tokens: int) -> None:
-        async for _ in engine.generate([1] * num_tokens, params):
+        async for _ in engine.generate([1] * num_tokens, params, request_id=f"{WARMUP_PREFIX}{num_tokens}"):
             pass
 
     # The first structured output makes its library read the tokenizer, which would stall all others for up to a second.

@@ -397,6 +397,15 @@ def test_requests_are_counted_once_each(tmp_path: Path) -> None:
     assert isinstance(summary.misses[0], Miss)
 
 
+def test_the_warm_up_is_left_out(tmp_path: Path) -> None:
+    steps = (decision(9, 50.0, "solo"), launched(9, "decode", 50.0, "solo", 9), retire(9, 50.1, 100.0))
+    warm_up, asked = [*steps, request("warmup-0", [100.0], arrival_s=50.0)], request("0", [300.0])
+    path = write(tmp_path / "t.jsonl", [RUN_HEADER, *warm_up, *RUN[1:], asked])
+    note = "requests of the warm-up, which are left out with all that came before others: 1"
+    assert read_trace(path) == replace(read_run(tmp_path, asked), notes=(note,))
+    assert len(read_trace(write(path, [RUN_HEADER, *warm_up])).requests) == 1, "nothing else was asked for"
+
+
 def test_a_trace_in_which_nothing_happened(tmp_path: Path) -> None:
     summary = summarize_trace(read_trace(write(tmp_path / "t.jsonl", [RUN_HEADER])))
     assert (summary.duration_s, summary.num_launches, summary.policies, summary.errors) == (0.0, 0, (), ())

@@ -28,6 +28,7 @@ from bullet_graph.models.presets import resolve_model
 from bullet_graph.models.progress import progress_bar
 from bullet_graph.models.tokenizer import Tokenizer
 from bullet_graph.perf.metrics import ReplayResult
+from bullet_graph.perf.trace import WARMUP_PREFIX
 from bullet_graph.runtime.resolve import resolve
 from bullet_graph.slo import Slo
 from bullet_graph.workloads import Arrivals, Workload, WorkloadRequest, load_workload
@@ -74,7 +75,7 @@ def engine_client(engine: Engine, policy: Policy, slo: Slo) -> Client:
     def serve(requests: Sequence[TimedRequest], *, is_warmup: bool = False, **options: Any) -> Served:
         engine.set_policy(policy, slo)
         with watch_device(engine) as monitor:
-            replayed = replay(engine, requests, id_prefix="warmup-" if is_warmup else "", **options)
+            replayed = replay(engine, requests, id_prefix=WARMUP_PREFIX if is_warmup else "", **options)
         own = {"policy": str(policy), "device": dataclasses.asdict(monitor.report)}
         return replayed, monitor.report.energy_joules, counters(engine.stats()) | own
 
