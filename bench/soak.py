@@ -24,7 +24,9 @@ import psutil
 
 from bench.record import Tool, write_report
 from bench.server_overhead import server
+from bullet_graph.cli.options import parsed_by
 
+SERVER_OPTIONS = "--model tiny --device cpu --kv-cache-bytes 8MiB --max-model-len 1024"
 TARGETS: tuple[dict[str, float] | None, ...] = (None, {"tpot_ms": 50.0}, {"ttft_ms": 500.0, "tpot_ms": 15.0})
 TURNS, TURN_TOKENS, ANSWER_TOKENS, PROMPT_TOKENS, TOKEN_IDS = 8, (8, 24), (4, 48), 800, range(3, 500)
 SAMPLES, PARTS = 120, 6
@@ -95,15 +97,15 @@ def judge(seen: dict[str, Any], max_growth_mib: float, max_slowdown_percent: flo
 
 
 @click.command(cls=Tool)
-@click.option("--server-options", default="--model tiny --device cpu --kv-cache-bytes 8MiB --max-model-len 1024")
+@click.option("--server-options", default=SERVER_OPTIONS, callback=parsed_by(shlex.split))
 @click.option("--users", default=8, help="Requests under way at a time.")
 @click.option("--minutes", default=30.0, type=click.FloatRange(min=0.05))
 @click.option("--max-growth-mib", default=16.0)
 @click.option("--max-slowdown-percent", default=2.0)
 @click.option("--output-json", type=click.Path(path_type=Path))
-def main(output_json: Path | None, server_options: str, minutes: float, users: int, **limits: float) -> None:
+def main(output_json: Path | None, server_options: list[str], minutes: float, users: int, **limits: float) -> None:
     """Serve --users for --minutes, and say what did not stay as it was."""
-    seen = soak(shlex.split(server_options), minutes, users)
+    seen = soak(server_options, minutes, users)
     judged = judge(seen, **limits)
     click.echo(json.dumps({**judged, "ends": seen["ends"], "after": seen["after"]}, indent=1))
     if output_json is not None:

@@ -14,7 +14,6 @@ from click.core import ParameterSource
 
 from bullet_graph.cli.result_file import Output, check_result_file
 from bullet_graph.config import SETTINGS, EngineConfig, Setting, parse_bytes
-from bullet_graph.errors import ConfigError
 
 Decorator = Callable[[Callable[..., None]], Callable[..., None]]
 OptionCallback = Callable[[click.Context, click.Parameter, str | tuple[str, ...] | None], Any]
@@ -31,7 +30,7 @@ def parsed_by(parse: Callable[[str], Any], without: Any = None) -> OptionCallbac
             if isinstance(given, tuple):
                 return tuple(map(parse, given))
             return without if given is None else parse(given)
-        except ConfigError as error:
+        except ValueError as error:
             raise click.BadParameter(str(error)) from None
 
     return callback

@@ -126,6 +126,8 @@ def test_commands_that_are_written_down_are_accepted(line: str, monkeypatch: pyt
         ("two_trees", "--tree old=. --tree new=. --rate azure:conv", "--rate are TRACE=COUNT"),
         ("campaign", "pyproject.toml --results {tmp}", "pyproject.toml is no campaign"),
         ("server_overhead", "--model tiny --trace nope --output-json {tmp}/o", "--trace nope --num-prompts 600"),
+        ("server_overhead", "--model tiny --engine-options '\"' --output-json {tmp}/o", "No closing quotation"),
+        ("soak", "--server-options '\"--model'", "No closing quotation"),
     ],
 )
 def test_what_a_tool_cannot_use_is_refused_in_a_line(
