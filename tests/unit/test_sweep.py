@@ -271,15 +271,16 @@ def test_an_interrupted_sweep_resumes_in_rounds(path: Path) -> None:
     assert [cell.goodput_90 for cell in sweep.cells] == [None, 12.5, None, None]
 
 
-def test_the_time_is_told_before(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    sweep, cells = open_sweep(path), cells_of("conv~8")[:1]
+@pytest.mark.parametrize(("workload", "minutes"), [("conv~8", 6), ("conv=640~8", 4)])
+def test_the_time_is_told_before(workload: str, minutes: int, path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sweep, cells = open_sweep(path), cells_of(workload)[:1]
 
     def measure(_: Cell[Policy], rate: float, __: str | None) -> dict[str, Any]:
         return run_at(rate, stable=rate < 12, output_throughput=1.0)
 
     SweepRunner(sweep).run(cells, warm_up=lambda _: None, measure=measure)
     lines = capsys.readouterr().err.splitlines()
-    assert lines[0] == "at most 3 runs, with 6 minutes of arrivals"
+    assert lines[0] == f"at most 3 runs, with {minutes} minutes of arrivals"
     assert [line.endswith(", unstable") for line in lines[1:]] == [False, False, True]
 
 

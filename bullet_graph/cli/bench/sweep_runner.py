@@ -361,6 +361,7 @@ class SweepRunner(Generic[S]):
             rate = self._next_rate(cell)
             if rate is not None and rate < goodputs.FASTEST_RATE:
                 left = cell.search.max_runs - len(self.sweep.cell(cell.key).runs)
-                num_runs, seconds = num_runs + left, seconds + left * goodputs.requests_for(rate) / rate
+                sent = len(cell.workload.first(goodputs.requests_for(rate)).requests)  # a short trial has fewer
+                num_runs, seconds = num_runs + left, seconds + left * sent / rate
         if seconds >= 60 and not self.quiet:
             click.echo(f"at most {num_runs} runs, with {seconds / 60:,.0f} minutes of arrivals", err=True)
