@@ -23,7 +23,7 @@ from bullet_graph.engine.async_engine import AsyncEngine
 from bullet_graph.errors import BulletGraphError, ConfigError
 from bullet_graph.runtime.processes import start_process
 from bullet_graph.serve.access_log import log_requests
-from bullet_graph.serve.errors import ApiError
+from bullet_graph.serve.errors import shutting_down
 from bullet_graph.serve.front import Front, Replica, front_app
 from bullet_graph.serve.lifecycle import DrainingServer, run_server, warm_up
 from bullet_graph.serve.settings import ServeSettings
@@ -82,12 +82,10 @@ def serve_replicas(
                 connection.send(Served(config, behind, path, access_log, warmup, quiet=each > 0))
             _wait_until_ready(connections)
             front = Front(started)
-
-            def abort(reason: str) -> None:
-                front.abort(ApiError(503, reason, code="shutting_down"))
-
             app = front_app(front, settings)
-            DrainingServer(app, front, settings, abort=abort, on_started=on_started).run(sockets=[listener])
+            DrainingServer(
+                app, front, settings, abort=lambda why: front.abort(shutting_down(why)), on_started=on_started
+            ).run(sockets=[listener])
         finally:
             for one in started:
                 one.process.send_signal(signal.SIGTERM)

@@ -104,9 +104,9 @@ class ApiError(Exception):
         return cls(500, "the server failed on this request; its log tells why", code="internal_error")
 
 
-def shutting_down() -> ApiError:
+def shutting_down(message: str = "the server is shutting down: ask another") -> ApiError:
     """What a server says that drains."""
-    return ApiError(503, "the server is shutting down: ask another", code="shutting_down", headers={"Retry-After": "5"})
+    return ApiError(503, message, code="shutting_down", headers={"Retry-After": "5"})
 
 
 def read_request(kind: type[M], body: object) -> M:

@@ -15,6 +15,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from bullet_graph.engine.async_engine import AsyncEngine
+from bullet_graph.errors import EngineDeadError
 from bullet_graph.serve.answers import after_body
 from bullet_graph.serve.errors import ApiError, shutting_down
 from bullet_graph.serve.settings import ServeSettings
@@ -181,11 +182,11 @@ class Gate(Drained):
         return self._num_prepared + self._engine.num_waiting
 
     def check_open(self) -> None:
-        """Raise ApiError 503 if the engine is dead or the server shuts down."""
-        if self._engine.failure is not None:
-            raise ApiError.of(self._engine.failure)
+        """Raise ApiError 503 if the server shuts down or the engine is dead."""
         if self.closed:
             raise shutting_down()
+        if self._engine.failure is not None:
+            raise ApiError.of(self._engine.failure)
 
     @contextmanager
     def enter(self, num_sequences: int) -> Iterator[Callable[[int], None]]:
@@ -213,6 +214,8 @@ class Gate(Drained):
         try:
             with self.inside():
                 yield lambda number: prepare(-number)
+        except EngineDeadError as error:
+            raise (shutting_down(str(error)) if self.closed else error) from error.__cause__
         finally:
             prepare(-left)
             self._ended_s.append(self._clock())

@@ -289,6 +289,7 @@ async def test_what_does_not_end_in_time_is_aborted_and_told(stuck: Stuck) -> No
         assert {response.status_code for response in responses} >= {200}
         for response in responses:
             assert "had not ended within 0.2 s (--shutdown-timeout)" in last_error(response)["message"]
+            assert last_error(response)["code"] == "shutting_down"
         stuck.release.set()
 
 
