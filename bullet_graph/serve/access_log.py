@@ -37,6 +37,22 @@ class Tally:
         whole = {"prompt_tokens": given, "completion_tokens": made, "total_tokens": given + made}
         return whole | {"prompt_tokens_details": cached}
 
+    def log(self, level: int, client: Any, method: str, url: bytes, status: int, seconds: float) -> None:
+        """Write the request's line, with its URL as it was sent, for a decoded path could hold line breaks."""
+        logger.log(
+            level,
+            "%s %s %s %d %.1f ms prompt_tokens=%d output_tokens=%d request_id=%s",
+            (client or "-")[0],
+            method,
+            # Without the query, which may hold secrets.
+            url.partition(b"?")[0][:_PATH_CHARACTERS].decode("ascii", "backslashreplace"),
+            status,
+            seconds * 1e3,
+            self.prompt_tokens,
+            self.output_tokens,
+            self.request_id,
+        )
+
 
 class AccessLog:
     """Gives each request a :class:`Tally`, answers with its id as ``X-Request-Id``, and logs its end at INFO."""
@@ -65,20 +81,10 @@ class AccessLog:
             status = 500
             raise
         finally:
-            # As it was sent: a decoded path could hold line breaks. Without the query, which may hold secrets.
-            path = scope["raw_path"].partition(b"?")[0]
-            logger.log(
-                logging.DEBUG if is_passed_on or (path in _POLLED and status < 400) else logging.INFO,
-                "%s %s %s %d %.1f ms prompt_tokens=%d output_tokens=%d request_id=%s",
-                (scope["client"] or ("-",))[0],
-                scope["method"],
-                path[:_PATH_CHARACTERS].decode("ascii", "backslashreplace"),
-                status,
-                (time.monotonic() - begin_s) * 1e3,
-                tally.prompt_tokens,
-                tally.output_tokens,
-                tally.request_id,
-            )
+            url, seconds = scope["raw_path"], time.monotonic() - begin_s
+            is_poll = url.partition(b"?")[0] in _POLLED and status < 400
+            level = logging.DEBUG if is_passed_on or is_poll else logging.INFO
+            tally.log(level, scope["client"], scope["method"], url, status, seconds)
 
 
 def log_requests() -> None:

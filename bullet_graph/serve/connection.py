@@ -1,11 +1,13 @@
 """Limits of a connection that hold before a request and its key are known."""
 
 import asyncio
+import logging
 from http import HTTPStatus
 from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from bullet_graph.serve.access_log import Tally
 from bullet_graph.serve.errors import ApiError
 from bullet_graph.serve.settings import ServeSettings
 
@@ -139,9 +141,12 @@ class LimitedConnection(HttpToolsProtocol):
     def _refuse(self, error: ApiError) -> None:
         """Send an error, unless it would end up inside another answer, and close the connection."""
         if not (self._answering() or self.transport.is_closing()):
-            body = error.json()
+            body, tally = error.json(), Tally()
             head = error.headers | {"Content-Type": "application/json", "Connection": "close"}
+            head["X-Request-Id"] = tally.request_id
             lines = [f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}"]
             lines += [f"{name}: {value}" for name, value in (head | {"Content-Length": len(body)}).items()]
             self.transport.write("\r\n".join([*lines, "\r\n"]).encode() + body)
+            method, url = (self.parser.get_method().decode(), self.url) if self._in_head and self.url else ("-", b"-")
+            tally.log(logging.INFO, self.client, method, url, error.status, 0.0)
         self.transport.close()

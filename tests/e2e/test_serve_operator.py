@@ -66,7 +66,8 @@ class Log:
     def take(self, number: int, level: int = logging.INFO) -> list[tuple[str, ...]]:
         """So many lines, once they are there: a line comes after its answer."""
         for _ in range(1000):
-            lines = [record.getMessage() for record in self._caplog.records if record.levelno >= level]
+            records = (record for record in self._caplog.records if record.name == logger.name)
+            lines = [record.getMessage() for record in records if record.levelno >= level]
             if len(lines) >= number:
                 break
             threading.Event().wait(0.01)
@@ -101,6 +102,24 @@ def test_each_request_has_a_line(served: Served, log: Log, monkeypatch: pytest.M
     assert log.take(1, logging.DEBUG)[0][:3] == ("GET", "/health", "200")
     assert served.http.get("/health").is_success
     assert log.take(0) == []
+
+
+@pytest.mark.parametrize(
+    ("sent", "line"),
+    [
+        (b"GET /live?key=s3cret HTTP/1.1\r\n" + b"A: b\r\n" * 200, ("GET", "/live", "431")),
+        (b"GET /live HTTP/1.1\r\nA: " + b"b" * 100_000, ("GET", "/live", "431")),
+        (b"no HTTP\r\n\r\n", ("-", "-", "400")),
+    ],
+)
+def test_what_is_refused_before_it_is_read_is_logged(
+    served: Served, log: Log, sent: bytes, line: tuple[str, ...]
+) -> None:
+    with served.connect(sent) as connection:
+        answer = connection.makefile("rb").read().decode()
+    ((*found, _, _, request_id),) = log.take(1)
+    assert tuple(found) == line
+    assert f"X-Request-Id: {request_id}\r\n" in answer
 
 
 def test_a_request_whose_client_left_is_logged(served: Served, log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
