@@ -36,7 +36,7 @@ from bullet_graph.perf.predict import TableModel
 from bullet_graph.perf.roofline import Roofline
 from bullet_graph.perf.table import for_lengths, format_name, gpu_nickname, load_table, shape_numbers
 from bullet_graph.runtime.executor import gpu_lone_rows
-from bullet_graph.runtime.memory import GIB, DeviceMemory, plan_memory, workspace_bytes
+from bullet_graph.runtime.memory import GIB, DeviceMemory, graphs_bytes, plan_memory, workspace_bytes
 from bullet_graph.runtime.performance import table_model
 from bullet_graph.slo import NO_TARGETS
 from bullet_graph.workloads import Arrivals, Workload, load_workload
@@ -132,7 +132,7 @@ class Simulator:
             max_model_len=self.max_model_len,
             device=DeviceMemory(num_bytes, num_bytes - _CONTEXT_BYTES),
             workspaces_bytes=workspace_bytes(self.model),
-            graphs_bytes=captured.graph_bytes(self.model.num_layers),
+            graphs_bytes=graphs_bytes(captured, self.model, dtype_bytes=DTYPE_BYTES[self.dtype]),
         ).kv_cache_tokens
 
     def run(

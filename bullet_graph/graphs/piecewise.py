@@ -14,22 +14,11 @@ from bullet_graph.graphs.key import smallest_holding, worthwhile_buckets
 from bullet_graph.kernels.attention import LayerRows
 from bullet_graph.kernels.gpu import captured
 from bullet_graph.kernels.ops import RowInputs, TorchOps
-from bullet_graph.models.config import ModelConfig
 from bullet_graph.models.decoder import Decoder, Hidden
 from bullet_graph.models.layers import attention_input, attention_output
 from bullet_graph.models.progress import progress_bar
 
 _TIMED_REPLAYS = 5
-
-
-def piecewise_scratch_bytes(config: ModelConfig, max_rows: int, *, dtype_bytes: int) -> int:
-    """Device memory of piecewise graphs in bytes, without the graphs themselves.
-
-    The buffers of a :class:`PiecewiseForward` hold activations, and int32 positions and cache slots. All pieces share
-    a pool for intermediate results: at most three of [rows, hidden_size] at a time, and those inside an MLP.
-    """
-    buffers = 2 * config.hidden_size + (config.q_size + 2 * config.kv_size) + 2 * config.q_size
-    return max_rows * ((buffers + 3 * config.hidden_size + config.mlp_result_size) * dtype_bytes + 2 * 4)
 
 
 class PiecewiseForward:

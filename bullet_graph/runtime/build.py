@@ -15,7 +15,6 @@ from bullet_graph.graphs.capture_plan import CapturePlan, CaptureReport, default
 from bullet_graph.graphs.compile_counts import CompileCounts
 from bullet_graph.graphs.compiled import CompiledPart, LayerPart
 from bullet_graph.graphs.key import batch_size_buckets
-from bullet_graph.graphs.piecewise import piecewise_scratch_bytes
 from bullet_graph.kernels.communicator import Communicators
 from bullet_graph.kernels.memory import KVCache
 from bullet_graph.models.checkpoint import WeightLoading, open_checkpoint
@@ -32,7 +31,7 @@ from bullet_graph.perf.table import PerfTable
 from bullet_graph.runtime import capture_cache
 from bullet_graph.runtime.cpu import CpuExecutor, compiled_for_cpu
 from bullet_graph.runtime.executor import Executor
-from bullet_graph.runtime.memory import DeviceMemory, MemoryLedger, plan_memory, workspace_bytes
+from bullet_graph.runtime.memory import DeviceMemory, MemoryLedger, graphs_bytes, plan_memory, workspace_bytes
 from bullet_graph.runtime.performance import find_performance
 from bullet_graph.runtime.resolve import Runtime, check_device
 from bullet_graph.runtime.self_check import SelfCheck, reference_logits
@@ -127,9 +126,7 @@ def plan_ledger(config: EngineConfig, runtime: Runtime, performance: Performance
         workspaces = workspace_bytes(runtime.model)
         if config.cuda_graphs:
             plan = capture_plan_of(config, runtime, performance)
-            most_rows = max(plan.piecewise_rows, default=0)
-            graphs = plan.graph_bytes(runtime.model.num_layers)
-            graphs += piecewise_scratch_bytes(runtime.model, most_rows, dtype_bytes=runtime.dtype.itemsize)
+            graphs = graphs_bytes(plan, runtime.model, dtype_bytes=runtime.dtype.itemsize)
     return plan_memory(
         config,
         runtime.model,

@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 
 from bullet_graph.config import KV_BLOCK_TOKENS, EngineConfig
 from bullet_graph.errors import InsufficientMemoryError
+from bullet_graph.graphs.capture_plan import CapturePlan
 from bullet_graph.models.config import ModelConfig
 from bullet_graph.partition.masks import LANES
 from bullet_graph.perf.roofline import DecoderShape, kv_cache_bytes_per_token
@@ -146,6 +147,22 @@ def plan_memory(
     return MemoryLedger(
         device, budget, weights, activations, workspaces_bytes, graphs_bytes, num_blocks * block, num_blocks
     )
+
+
+def piecewise_scratch_bytes(config: ModelConfig, max_rows: int, *, dtype_bytes: int) -> int:
+    """Device memory of piecewise graphs in bytes, without the graphs themselves.
+
+    The buffers of a :class:`~bullet_graph.graphs.piecewise.PiecewiseForward` hold activations, and int32 positions
+    and cache slots. All pieces share a pool for results: at most three of [rows, hidden_size] at a time, and an MLP's.
+    """
+    buffers = 2 * config.hidden_size + (config.q_size + 2 * config.kv_size) + 2 * config.q_size
+    return max_rows * ((buffers + 3 * config.hidden_size + config.mlp_result_size) * dtype_bytes + 2 * 4)
+
+
+def graphs_bytes(plan: CapturePlan, config: ModelConfig, *, dtype_bytes: int) -> int:
+    """Estimated device memory of the captured graphs, with the buffers of piecewise graphs."""
+    scratch = piecewise_scratch_bytes(config, max(plan.piecewise_rows, default=0), dtype_bytes=dtype_bytes)
+    return plan.graph_bytes(config.num_layers) + scratch
 
 
 def workspace_bytes(config: ModelConfig) -> int:

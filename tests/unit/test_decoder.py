@@ -6,13 +6,14 @@ import pytest
 import torch
 from decoders import VARIANTS, new_decoder
 
-from bullet_graph.graphs.piecewise import PiecewiseForward, PiecewiseGraphs, piecewise_scratch_bytes
+from bullet_graph.graphs.piecewise import PiecewiseForward, PiecewiseGraphs
 from bullet_graph.kernels.attention import ReferenceAttention
 from bullet_graph.kernels.ops import TorchOps
 from bullet_graph.models.config import ModelConfig
 from bullet_graph.models.decoder import Decoder, Hidden, SampledRows
 from bullet_graph.models.layers import eager_functions
 from bullet_graph.models.presets import PRESETS
+from bullet_graph.runtime.memory import piecewise_scratch_bytes
 
 CONFIG = PRESETS["tiny"]
 ROWS, BLOCK_TOKENS = 9, 8

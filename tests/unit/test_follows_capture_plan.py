@@ -22,7 +22,6 @@ from bullet_graph.errors import ConfigError, PartitionError
 from bullet_graph.graphs.capture_plan import format_plan, named_plan
 from bullet_graph.graphs.decode_graph import DecodeGraphs, DecodeInputs
 from bullet_graph.graphs.key import GraphKey
-from bullet_graph.graphs.piecewise import piecewise_scratch_bytes
 from bullet_graph.models.presets import PRESETS
 from bullet_graph.partition.masks import WHOLE_GPU, SmPartition, partition_of
 from bullet_graph.perf.performance import PaddedModel
@@ -31,7 +30,7 @@ from bullet_graph.planner.plan import Load, Plan
 from bullet_graph.planner.planner import Planner
 from bullet_graph.runtime import resolve
 from bullet_graph.runtime.build import capture_plan_of, plan_ledger
-from bullet_graph.runtime.memory import GIB
+from bullet_graph.runtime.memory import GIB, piecewise_scratch_bytes
 from bullet_graph.runtime.resolve import Runtime
 from bullet_graph.slo import NO_TARGETS, Slo
 
