@@ -138,7 +138,7 @@ class Manifest:
         """Where the entry differs from a fingerprint and a plan; None accepts any plan."""
         cached, needed = dict(self.fingerprint), dict(here)
         if plan is not None:
-            cached |= {f"plan.{key}": json.dumps(value) for key, value in self.plan.items()}
+            cached |= {f"plan.{printable(key)}": json.dumps(value) for key, value in self.plan.items()}
             needed |= {f"plan.{key}": json.dumps(value) for key, value in plan.items()}
         return tuple(
             Difference(name, cached.get(name), needed.get(name))

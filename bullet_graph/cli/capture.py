@@ -1,7 +1,6 @@
 """``bullet-graph capture``: builds capture caches, and lists, explains, ships and prunes them."""
 
 import contextlib
-import dataclasses
 import functools
 import json
 import re
@@ -15,15 +14,14 @@ import click
 from bullet_graph.captures.archive import export_entry, import_archive
 from bullet_graph.captures.manifest import Difference
 from bullet_graph.captures.store import CaptureStore, Entry, Pruned, default_root
-from bullet_graph.cli.options import FILE, engine_options, json_option, parse_size, parsed_by, setting_options
+from bullet_graph.cli.options import FILE, engine_options, json_option, parse_size, parsed_by
 from bullet_graph.cli.result_file import check_result_file, print_json
 from bullet_graph.cli.tables import print_line, print_table, table_of_texts
 from bullet_graph.config import EngineConfig
 from bullet_graph.errors import CacheError, ConfigError
-from bullet_graph.graphs.capture_plan import load_plan
 from bullet_graph.graphs.compile_counts import CompileCounts
-from bullet_graph.runtime.capture_build import build_entry
-from bullet_graph.runtime.fingerprint import fingerprint_of, on_this_machine
+from bullet_graph.runtime.capture_build import build_entry, needed_entry
+from bullet_graph.runtime.fingerprint import on_this_machine
 from bullet_graph.runtime.memory import format_bytes
 from bullet_graph.runtime.resolve import resolve
 from bullet_graph.runtime.tensor_parallel import of_rank
@@ -171,26 +169,22 @@ def _show(entry: Entry, *, as_json: bool) -> None:
 
 
 @click.command()
-@setting_options("model", "revision", "dtype", "quantization", "kv_cache_dtype", "device")
-@setting_options("tensor_parallel_size", "expert_parallel")
-@click.option("--plan", "plan_name", metavar="FILE.toml|NAME", help="The engine's capture plan.  [default: any]")
+@engine_options(max_num_seqs=256, without=("trace_decisions", "capture_cache", "self_check"))
 @cache_dir_option
 @json_option
-def explain(plan_name: str | None, store: CaptureStore, as_json: bool, **settings: Any) -> None:
-    """Tell why a capture cache fits this machine or does not, component by component. Exit code 1 if none fits.
+def explain(config: EngineConfig, store: CaptureStore, as_json: bool) -> None:
+    """Tell why a capture cache fits this machine and an engine of these settings, or why not, component by component.
 
-    Of several ranks, rank 0's entry is looked for.
+    Exit code 1 if none fits. Of several ranks, rank 0's entry is looked for.
 
     \b
     Examples:
       bullet-graph capture explain --model llama-3.1-8b --dtype bfloat16
       bullet-graph capture explain --model tiny --device cpu --json
-      bullet-graph capture explain --model llama-3.1-8b --plan plan.toml
+      bullet-graph capture explain --model llama-3.1-8b --policy auto --capture-plan conv.toml
     """
     with contextlib.redirect_stdout(sys.stderr):
-        config = EngineConfig(**settings)
-        here = fingerprint_of(of_rank(config, resolve(config), 0))
-    plan = None if plan_name is None else dataclasses.asdict(load_plan(plan_name))
+        here, plan = needed_entry(config, of_rank(config, resolve(config), 0), store)
     lookup = store.find(here, plan)
     entry, differences = lookup.nearest, lookup.differences
     if as_json:
@@ -214,12 +208,12 @@ def explain(plan_name: str | None, store: CaptureStore, as_json: bool, **setting
         if entry is None:
             print_line(f"There are no capture caches in {store.root}: everything has to be built.")
         else:
-            _explain(entry, differences, here, any_plan=plan is None)
+            _explain(entry, differences, here)
     if lookup.hit is None:
         click.get_current_context().exit(_EXIT_MISS)
 
 
-def _explain(entry: Entry, differences: tuple[Difference, ...], here: dict[str, str], *, any_plan: bool) -> None:
+def _explain(entry: Entry, differences: tuple[Difference, ...], here: dict[str, str]) -> None:
     same = [Difference(name, value, value) for name, value in here.items()]
     rows = [
         (each.component, each.cached or "–", each.here or "–", "same" if each.cached == each.here else "differs")
@@ -227,12 +221,11 @@ def _explain(entry: Entry, differences: tuple[Difference, ...], here: dict[str, 
     ]
     title = f"{entry.entry_id}: {_title(entry)}"
     print_table(table_of_texts("component", "cache", "here", "", rows=rows, title=title))
-    unasked = " (for any plan: none was given)" if any_plan else ""
     if differences:
         took = f"To build it took {entry.manifest.build_seconds:.1f} s there."
-        print_line(f"It does not fit{unasked}. {took}", style="yellow")
+        print_line(f"It does not fit. {took}", style="yellow")
     else:
-        print_line(f"It fits this machine{unasked}; its files are checked at a start.", style="green")
+        print_line("It fits this machine and these settings; its files are checked at a start.", style="green")
 
 
 # ---- export and import ----

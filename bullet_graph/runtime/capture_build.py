@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -78,11 +79,7 @@ def build_for_rank(
     config = dataclasses.replace(
         config, capture_cache=None, self_check="all", ready="all", compile=config.compile or not is_gpu
     )
-    here = fingerprint_of(runtime)
-    performance = find_performance(
-        config, runtime, cached_table=partial(capture_cache.cached_perf_table, store, runtime)
-    )
-    plan = artifact_plan(config, runtime, performance)
+    here, plan = needed_entry(config, runtime, store)
     name = entry_id(here, plan)
     with store.building(name, tell=tell) as staged:
         start, there = connect(), store.whole(name)
@@ -104,6 +101,13 @@ def build_for_rank(
             provenance=dataclasses.asdict(collect_provenance(runtime.device)),
         )
         return store.place(manifest, staged), compiles
+
+
+def needed_entry(config: EngineConfig, runtime: Runtime, store: CaptureStore) -> tuple[dict[str, str], dict[str, Any]]:
+    """The fingerprint and the plan of the entry that an engine of this configuration, or a rank of it, starts from."""
+    cached_table = partial(capture_cache.cached_perf_table, store, runtime)
+    performance = find_performance(config, runtime, cached_table=cached_table)
+    return fingerprint_of(runtime), artifact_plan(config, runtime, performance)
 
 
 def _fill(

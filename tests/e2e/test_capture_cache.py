@@ -175,7 +175,7 @@ def test_the_self_check_finds_a_wrong_part(store: CaptureStore, quickly: list[st
     cache_dir = ("--cache-dir", str(store.root))
     assert "self-check does not hold" in json_of("capture", "list", *cache_dir)["entries"][0]["rejected"]
     assert "rejected" in run("capture", "list", *cache_dir).stdout
-    explained = run("capture", "explain", "--model", "tiny", "--device", "cpu", *cache_dir)
+    explained = run("capture", "explain", *OPTIONS, *cache_dir)
     assert explained.exit_code == 1
     assert "self_check" in explained.stdout
     archive = str(store.root.parent / "wrong.tgz")

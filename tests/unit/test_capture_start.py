@@ -5,7 +5,7 @@ import os
 import sys
 import warnings
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +22,6 @@ from ranks_in_threads import thread_communicators
 from bullet_graph.captures.store import MANIFEST_NAME, CaptureStore, Entry
 from bullet_graph.config import EngineConfig
 from bullet_graph.errors import CacheError, CaptureCacheWarning
-from bullet_graph.graphs.capture_plan import default_plan, format_plan
 from bullet_graph.graphs.compiled import LayerPart
 from bullet_graph.kernels.flashinfer_attention import load_module, needed_modules
 from bullet_graph.kernels.gpu import Gpu
@@ -350,19 +349,23 @@ def test_imported_text_cannot_control_the_terminal(store: CaptureStore) -> None:
     assert "[red]x[/red]" in capture(store, "list", entry.entry_id).stdout
 
 
+CPU_PLAN = {"model": "tiny", "dtype": "float32", "compiled_rows": 8192 + 256}
+"""That of ``EXPLAIN``."""
+
+
 def test_explain_a_hit(store: CaptureStore) -> None:
-    entry = build(store, here(), plan={"model": "tiny"})
+    entry = build(store, here(), plan=CPU_PLAN)
     found = page(store, *EXPLAIN)
     assert (found["hit"], found["nearest"]) == (entry.entry_id, None)
     assert found["here"]["torch"] == torch.__version__
     text = capture(store, *EXPLAIN).stdout
-    assert "It fits this machine (for any plan: none was given)" in text
+    assert "It fits this machine and these settings; its files are checked at a start." in text
     assert "differs" not in text
 
 
 def test_explain_a_miss_by_the_nearest_entry(store: CaptureStore, foreign: Entry) -> None:
     del foreign
-    near = build(store, here(code="other"))
+    near = build(store, here(code="other"), plan=CPU_PLAN)
     found = page(store, *EXPLAIN, exit_code=1)
     assert found["hit"] is None
     assert (found["nearest"]["entry_id"], found["nearest"]["build_seconds"]) == (near.entry_id, 350.5)
@@ -375,16 +378,11 @@ def test_explain_a_miss_by_the_nearest_entry(store: CaptureStore, foreign: Entry
     assert "took 350.5 s" in text
 
 
-def test_explain_compares_the_plan(store: CaptureStore, tmp_path: Path) -> None:
-    device: dict[str, Any] = {"dtype": "float32", "num_sms": 132, "shape": PRESETS["tiny"], "decode_sms": ()}
-    configs = [EngineConfig(model="tiny", max_num_seqs=n, max_num_batched_tokens=64 - n) for n in (4, 8)]
-    plans = [default_plan(config, **device) for config in configs]
-    entry = build(store, here(), plan=asdict(plans[0]))
-    for index, plan in enumerate(plans):
-        (tmp_path / f"{index}.toml").write_text(format_plan(plan))
-    assert page(store, *EXPLAIN, "--plan", str(tmp_path / "0.toml"))["hit"] == entry.entry_id
-    missed = page(store, *EXPLAIN, "--plan", str(tmp_path / "1.toml"), exit_code=1)
-    assert {d["component"] for d in missed["nearest"]["differences"]} == {"plan.decode", "plan.max_num_seqs"}
+def test_explain_compares_what_the_settings_capture(store: CaptureStore) -> None:
+    entry = build(store, here(), plan=CPU_PLAN | {"compiled_rows": 2048 + 8})
+    assert page(store, *EXPLAIN, "--max-num-seqs", "8", "--policy", "mixed:2048")["hit"] == entry.entry_id
+    (difference,) = page(store, *EXPLAIN, "--policy", "mixed:2048", exit_code=1)["nearest"]["differences"]
+    assert difference == {"component": "plan.compiled_rows", "cached": "2056", "here": "2304"}
 
 
 def test_an_entry_travels_as_a_file(store: CaptureStore, foreign: Entry, tmp_path: Path) -> None:
