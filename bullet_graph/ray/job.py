@@ -7,6 +7,7 @@ import asyncio
 import logging
 import math
 import os
+import signal
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -123,6 +124,8 @@ def run_batch(
             # A dashboard would take seconds of a start on this machine alone.
             ray.init(address, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
             stack.callback(ray.shutdown)
+            # Ray's own handler prints a stack, and ends the process as if it had exit code 15.
+            signal.signal(signal.SIGTERM, signal.default_int_handler)
         workers = _workers(num_workers, settings["device"], settings["tensor_parallel_size"]) if left else (0, 0)
         while left:
             for report in _pass(rows.longest_first(left), folder, settings, *workers):
