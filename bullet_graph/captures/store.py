@@ -136,9 +136,7 @@ class CaptureStore:
 
     def entries(self) -> tuple[tuple[Entry, ...], tuple[DamagedEntry, ...]]:
         """All entries, the last used first; and those whose manifest cannot be used."""
-        good: list[Entry] = []
-        damaged: list[DamagedEntry] = []
-        names: list[str] = []
+        good, damaged, names = list[Entry](), list[DamagedEntry](), list[str]()
         with file_errors(f"cannot list the capture caches in {self.root}"), suppress(FileNotFoundError):
             names = sorted(os.listdir(self._entries))
         for name in names:

@@ -16,8 +16,7 @@ from bullet_graph.config import EngineConfig
 from bullet_graph.errors import ConfigError
 
 _EXTRA = ("ray", "pyarrow", "fastapi", "prometheus_client")
-_WEIGHTS = ("model", "revision", "load_format", "seed")
-_FORMATS = ("dtype", "quantization", "kv_cache_dtype", "generation_config")
+_FIXED = ("model", "revision", "load_format", "seed", "dtype", "quantization", "kv_cache_dtype", "generation_config")
 
 
 @click.command()
@@ -87,7 +86,7 @@ def batch(
             rows,
             folder,
             config.values() | {"served_model_name": named},
-            identity={"served_model_name": named} | {name: getattr(config, name) for name in (*_WEIGHTS, *_FORMATS)},
+            identity={"served_model_name": named} | {name: getattr(config, name) for name in _FIXED},
             num_workers=num_workers,
             address=ray_address,
             on_progress=bar.update,

@@ -28,7 +28,6 @@ from bullet_graph.runtime.tensor_parallel import of_rank
 
 tell = functools.partial(click.echo, err=True)
 
-_EXIT_MISS = 1
 _AGE_UNITS = {"h": timedelta(hours=1), "d": timedelta(days=1), "w": timedelta(weeks=1)}
 
 cache_dir_option = click.option(
@@ -210,7 +209,7 @@ def explain(config: EngineConfig, store: CaptureStore, as_json: bool) -> None:
         else:
             _explain(entry, differences, here)
     if lookup.hit is None:
-        click.get_current_context().exit(_EXIT_MISS)
+        click.get_current_context().exit(1)
 
 
 def _explain(entry: Entry, differences: tuple[Difference, ...], here: dict[str, str]) -> None:
@@ -222,8 +221,7 @@ def _explain(entry: Entry, differences: tuple[Difference, ...], here: dict[str, 
     title = f"{entry.entry_id}: {_title(entry)}"
     print_table(table_of_texts("component", "cache", "here", "", rows=rows, title=title))
     if differences:
-        took = f"To build it took {entry.manifest.build_seconds:.1f} s there."
-        print_line(f"It does not fit. {took}", style="yellow")
+        print_line(f"It does not fit. To build it took {entry.manifest.build_seconds:.1f} s there.", style="yellow")
     else:
         print_line("It fits this machine and these settings; its files are checked at a start.", style="green")
 

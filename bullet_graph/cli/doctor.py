@@ -21,7 +21,6 @@ from bullet_graph.partition.offsets import lookup, remember
 from bullet_graph.runtime.diagnose import Diagnosis, diagnose
 from bullet_graph.runtime.machine import look_around
 
-_EXIT_NOT_WORKING = 1
 _MARKS = {"green": "✓", "yellow": "!", "red": "✗"}
 
 
@@ -62,7 +61,7 @@ def doctor(model: str | None, wants_calibration: bool, as_json: bool, **settings
     else:
         _print_page(diagnosis)
     if not diagnosis.works:
-        click.get_current_context().exit(_EXIT_NOT_WORKING)
+        click.get_current_context().exit(1)
 
 
 def _print_page(diagnosis: Diagnosis) -> None:

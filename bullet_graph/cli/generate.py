@@ -23,7 +23,6 @@ from bullet_graph.models.tokenizer import Tokenizer
 from bullet_graph.runtime.resolve import default_sampling_params, load_tokenizer, resolve
 from bullet_graph.sampling_params import SamplingParams
 
-_LABEL_CHARS = 60
 _METRICS = ("queue_ms", "ttft_ms", "tpot_ms", "e2e_ms")
 
 
@@ -201,7 +200,7 @@ def _apply_template(prompt: str, tokenizer: Tokenizer | None, template_kwargs: M
 
 def _label(prompt: Prompt, index: int, sample: int, num_samples: int) -> str:
     text = prompt if isinstance(prompt, str) else ", ".join(map(str, prompt))
-    shown = textwrap.shorten(text, _LABEL_CHARS, placeholder="…")
+    shown = textwrap.shorten(text, 60, placeholder="…")
     of_samples = f", output {sample + 1} of {num_samples}" if num_samples > 1 else ""
     return f"prompt {index + 1}{of_samples}: {shown}"
 

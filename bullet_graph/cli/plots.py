@@ -27,7 +27,6 @@ TARGET_COLOUR = "#999999"
 Runs = Sequence[Mapping[str, Any]]
 """The fields of runs, as their JSON has them."""
 
-_BAR_WIDTH = 0.8
 _P = ParamSpec("_P")
 
 
@@ -107,7 +106,7 @@ def _draw_goodput(tasks: Mapping[Task, Mapping[str, SweepCell]], systems: Sequen
     """Goodputs as bars: a group for each workload and targets, a bar for each system, a mark in it for 99 %."""
     figure = Figure(figsize=(max(6.0, 2.0 + 2.4 * len(tasks)), 4.6), layout="constrained")
     axes = figure.subplots()
-    width = _BAR_WIDTH / len(systems)
+    width = 0.8 / len(systems)
     for index, system in enumerate(systems):
         offset = (index - (len(systems) - 1) / 2) * width
         cells = [of_task.get(system) for of_task in tasks.values()]

@@ -19,7 +19,6 @@ from bullet_graph.sampling_params import StructuredOutputs
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher, LLTokenizer
 
-_CACHED_GRAMMARS = 128
 
 _LIMITS: Any = {"initial_lexer_fuel": 50_000, "step_lexer_fuel": 50_000, "max_lexer_states": 50_000}
 """Costs of a grammar and of a mask, beyond which llguidance refuses them. Its own limits let a regular expression such
@@ -81,7 +80,7 @@ class Grammars:
         self._model = model
         self._tokenizer = tokenizer
         self._lock = threading.Lock()
-        self._compiled = lru_cache(_CACHED_GRAMMARS)(self._compile)
+        self._compiled = lru_cache(128)(self._compile)
 
     def matcher(self, structured: StructuredOutputs) -> Matcher:
         """A matcher at the beginning of an output; SamplingParamsError for what is not supported or too complex."""

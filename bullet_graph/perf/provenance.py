@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     import torch
 
 _DISTRIBUTIONS = {"torch": "torch", "triton": "triton", "flashinfer": "flashinfer-python"}
-_GIT_TIMEOUT_S = 10
 COMMIT_STAMP = "_commit"
 _PACKAGE_FOLDER = Path(__file__).resolve().parents[1]
 
@@ -96,7 +95,7 @@ def without_folder(text: str, folder: Path | None = None, short: str = "~/") -> 
 def _git(folder: Path, *arguments: str) -> str | None:
     command = ["git", "-C", str(folder), *arguments]
     try:
-        result = subprocess.run(command, capture_output=True, text=True, timeout=_GIT_TIMEOUT_S, check=True)
+        result = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
     except (OSError, subprocess.SubprocessError):
         return None
     return result.stdout.strip()

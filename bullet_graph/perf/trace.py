@@ -174,10 +174,8 @@ def read_trace(path: Path) -> Trace:
     """
     header: TraceHeader | None = None
     decisions: dict[int, Decision] = {}
-    launches: list[Launch] = []
+    launches, requests, notes = list[Launch](), list[TracedRequest](), list[str]()
     pending: dict[int, int] = {}  # index of each launch under way, by ticket
-    requests: list[TracedRequest] = []
-    notes: list[str] = []
     last_s = -math.inf
     for place, record in _records(path, notes):
         try:
@@ -211,8 +209,7 @@ def read_trace(path: Path) -> Trace:
     starts = [d.time_s for d in [*decisions.values()][:1]] + [x.time_s for x in launches[:1]]
     measured = [r for r in requests if not r.request_id.startswith(WARMUP_PREFIX)]
     if 0 < len(measured) < len(requests):
-        count = len(requests) - len(measured)
-        notes.append(f"requests of the warm-up, which are left out with all that came before others: {count}")
+        notes.append(f"requests of the warm-up, left out with all that came before: {len(requests) - len(measured)}")
         requests, starts = measured, []
     start_s = min(starts + [r.arrival_s for r in requests], default=0.0)
     made = tuple(d for d in decisions.values() if d.time_s >= start_s)

@@ -23,7 +23,6 @@ _KINDS: Mapping[str, type[ChatCompletionRequest] | type[CompletionRequest]] = {
     CHAT: ChatCompletionRequest,
     COMPLETIONS: CompletionRequest,
 }
-_NO_LIMIT = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +53,7 @@ class RowEngine:
         self.engine = AsyncEngine(model, **settings)
         named = model if served_model_name is None else served_model_name
         # Whoever sends rows decides how many wait.
-        server = ServeSettings(served_model_name=named, max_queue_len=_NO_LIMIT)
+        server = ServeSettings(served_model_name=named, max_queue_len=2**31 - 1)
         gate = Gate(self.engine, server.max_queue_len)
         self._generation = Generation(self.engine, server, gate, ServerMetrics(named, self.engine, gate, None))
 

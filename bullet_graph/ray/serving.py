@@ -23,7 +23,6 @@ from bullet_graph.serve.settings import SERVE_SETTINGS, ServeSettings
 
 _OF_HTTP = ("host", "port", "max_connections", "max_headers", "max_header_bytes", "header_timeout_s", "write_timeout_s")
 """Settings of the server's own connections: here, Ray Serve has them."""
-_MOST_FRONT_REQUESTS = 10_000
 
 
 class EngineReplica:
@@ -159,7 +158,7 @@ def deployment(
         serve.ingress()(Front),
         name="front",
         num_replicas=num_fronts,
-        max_ongoing_requests=_MOST_FRONT_REQUESTS,
+        max_ongoing_requests=10_000,
         graceful_shutdown_timeout_s=checked.shutdown_timeout_s,
         graceful_shutdown_wait_loop_s=1,
         max_surge_percent=100,

@@ -12,7 +12,6 @@ _POLLED = (b"/health", b"/live", b"/metrics")
 """Asked every few seconds: their successes are logged at DEBUG."""
 _CLIENT_LEFT = 499
 """nginx's status for a request without an answer, as its client did not wait for it."""
-_PATH_CHARACTERS = 200
 
 logger = logging.getLogger(__name__)
 
@@ -42,15 +41,10 @@ class Tally:
         logger.log(
             level,
             "%s %s %s %d %.1f ms prompt_tokens=%d output_tokens=%d request_id=%s",
-            (client or "-")[0],
-            method,
+            *((client or "-")[0], method),
             # Without the query, which may hold secrets.
-            url.partition(b"?")[0][:_PATH_CHARACTERS].decode("ascii", "backslashreplace"),
-            status,
-            seconds * 1e3,
-            self.prompt_tokens,
-            self.output_tokens,
-            self.request_id,
+            url.partition(b"?")[0][:200].decode("ascii", "backslashreplace"),
+            *(status, seconds * 1e3, self.prompt_tokens, self.output_tokens, self.request_id),
         )
 
 

@@ -35,7 +35,6 @@ from bullet_graph.serve.settings import ServeSettings
 _SLACK_REQUESTS = 16
 """By which an engine that holds a prompt may be ahead of the one with the fewest."""
 _CHECK_INTERVAL_S, _CHECK_TIMEOUT_S = 1.0, 5.0
-_BUFFER_BYTES = 1 << 20
 _OF_ONE_HOP = frozenset(
     (b"connection", b"keep-alive", b"proxy-connection", b"te", b"trailer", b"transfer-encoding", b"upgrade")
 )
@@ -67,7 +66,7 @@ class Replica:
             timeout=aiohttp.ClientTimeout(total=None),
             auto_decompress=False,
             skip_auto_headers=("Accept", "Accept-Encoding", "User-Agent", "Content-Type"),
-            read_bufsize=_BUFFER_BYTES,
+            read_bufsize=1 << 20,
         )
 
     async def close(self) -> None:

@@ -24,8 +24,6 @@ from bullet_graph.serve.connection import LimitedConnection
 from bullet_graph.serve.limits import Drained
 from bullet_graph.serve.settings import ServeSettings
 
-_KEEP_ALIVE_S = 75
-_BACKLOG = 2048
 LAST_WORDS_S = 10
 """After the drain, for answers to reach their clients; then connections are cut."""
 ENGINE_STOP_S = 30.0
@@ -74,8 +72,8 @@ class DrainingServer(uvicorn.Server):
                 access_log=False,
                 server_header=False,
                 lifespan="on",
-                backlog=_BACKLOG,
-                timeout_keep_alive=_KEEP_ALIVE_S,
+                backlog=2048,
+                timeout_keep_alive=75,
                 timeout_graceful_shutdown=math.ceil(self._drain_s) + LAST_WORDS_S,
             )
         )

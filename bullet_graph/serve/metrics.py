@@ -25,7 +25,6 @@ PREFIX = "bullet_graph:"
 LIVE_WINDOW_S = 60.0
 """The live page shows percentiles of the requests that ended in this time."""
 
-_RECENT = 4096
 
 # Upper bounds of histogram buckets: vLLM's, with finer ones below for single tokens.
 _FIRST_TOKEN_BUCKETS_S = (
@@ -93,7 +92,7 @@ class ServerMetrics(Collector):
         self._num_with_targets = 0
         self._num_met = 0
         # Of requests that ended: when (time.monotonic), TTFT and TPOT in ms.
-        self._recent: deque[tuple[float, float, float | None]] = deque(maxlen=_RECENT)
+        self._recent: deque[tuple[float, float, float | None]] = deque(maxlen=4096)
         self._histograms = [
             Histogram(PREFIX + name, text, ["model_name"], buckets=bounds_s, registry=None)
             for name, text, bounds_s in (

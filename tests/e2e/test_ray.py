@@ -178,19 +178,15 @@ def test_a_worker_dies_and_each_row_is_there_once_and_a_restart_skips_what_is_wr
 def test_sigterm_ends_a_batch_in_a_line_and_keeps_what_is_written(tmp_path: Path) -> None:
     rows, folder = [{"prompt": "a", "max_tokens": 100, "ignore_eos": True}] * 500, tmp_path / "out"
     command = ("batch", "--input", write(tmp_path / "in.jsonl", rows), "--output", str(folder), *OPTIONS)
-    with subprocess.Popen(
-        [sys.executable, "-m", "bullet_graph", *command],
-        stderr=subprocess.PIPE,
-        text=True,
-        env=os.environ | {"RAY_ADDRESS": "local"},
-    ) as batch:
-        while not (written := [part for part in folder.glob("parts/*") if part.stat().st_size]):
+    own = {"stderr": subprocess.PIPE, "text": True, "env": os.environ | {"RAY_ADDRESS": "local"}}
+    with subprocess.Popen([sys.executable, "-m", "bullet_graph", *command], **own) as batch:
+        while not any(part.stat().st_size for part in folder.glob("parts/*")):
             assert batch.poll() is None
             time.sleep(0.05)
         batch.terminate()
         told = batch.communicate()[1]
     assert (batch.returncode, told.splitlines()[-1], "SIGTERM" in told) == (130, "interrupted", False), told
-    assert written[0].is_file()
+    assert any(part.stat().st_size for part in folder.glob("parts/*"))
 
 
 def test_an_engine_that_cannot_start_ends_the_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

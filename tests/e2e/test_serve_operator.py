@@ -104,22 +104,13 @@ def test_each_request_has_a_line(served: Served, log: Log, monkeypatch: pytest.M
     assert log.take(0) == []
 
 
-@pytest.mark.parametrize(
-    ("sent", "line"),
-    [
-        (b"GET /live?key=s3cret HTTP/1.1\r\n" + b"A: b\r\n" * 200, ("GET", "/live", "431")),
-        (b"GET /live HTTP/1.1\r\nA: " + b"b" * 100_000, ("GET", "/live", "431")),
-        (b"no HTTP\r\n\r\n", ("-", "-", "400")),
-    ],
-)
-def test_what_is_refused_before_it_is_read_is_logged(
-    served: Served, log: Log, sent: bytes, line: tuple[str, ...]
-) -> None:
-    with served.connect(sent) as connection:
-        answer = connection.makefile("rb").read().decode()
-    ((*found, _, _, request_id),) = log.take(1)
-    assert tuple(found) == line
-    assert f"X-Request-Id: {request_id}\r\n" in answer
+def test_what_is_refused_before_it_is_read_is_logged(served: Served, log: Log) -> None:
+    many = b"GET /live?key=s3cret HTTP/1.1\r\n" + b"A: b\r\n" * 200
+    for sent, line in ((many, ["GET", "/live", "431"]), (b"no HTTP\r\n\r\n", ["-", "-", "400"])):
+        with served.connect(sent) as connection:
+            answer = connection.makefile("rb").read().decode()
+        ((*found, _, _, request_id),) = log.take(1)
+        assert (found, f"X-Request-Id: {request_id}\r\n" in answer) == (line, True)
 
 
 def test_a_request_whose_client_left_is_logged(served: Served, log: Log, monkeypatch: pytest.MonkeyPatch) -> None:

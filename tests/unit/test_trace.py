@@ -401,7 +401,7 @@ def test_the_warm_up_is_left_out(tmp_path: Path) -> None:
     steps = (decision(9, 50.0, "solo"), launched(9, "decode", 50.0, "solo", 9), retire(9, 50.1, 100.0))
     warm_up, asked = [*steps, request("warmup-0", [100.0], arrival_s=50.0)], request("0", [300.0])
     path = write(tmp_path / "t.jsonl", [RUN_HEADER, *warm_up, *RUN[1:], asked])
-    note = "requests of the warm-up, which are left out with all that came before others: 1"
+    note = "requests of the warm-up, left out with all that came before: 1"
     assert read_trace(path) == replace(read_run(tmp_path, asked), notes=(note,))
     assert len(read_trace(write(path, [RUN_HEADER, *warm_up])).requests) == 1, "nothing else was asked for"
 

@@ -26,7 +26,6 @@ from bullet_graph.perf.provenance import collect_provenance
 from bullet_graph.perf.start_report import PhaseName, StartPhase, StartReport
 from bullet_graph.runtime.resolve import resolve
 
-_CHILD = "bullet_graph.cli.bench.startup_child"
 _SHOWN_STDERR_CHARS = 2000
 
 
@@ -158,7 +157,7 @@ def _start(config: EngineConfig, caches: Path) -> StartRun:
     result.unlink(missing_ok=True)
     started_s = time.perf_counter()
     done = subprocess.run(
-        [sys.executable, "-m", _CHILD, str(result)],
+        [sys.executable, "-m", "bullet_graph.cli.bench.startup_child", str(result)],
         input=pickle.dumps(config),
         env=os.environ | folders,
         stdout=subprocess.DEVNULL,
