@@ -20,7 +20,6 @@ _NOT_NEEDED = ["*/*.safetensors", "consolidated*"]
 """Weights in subfolders, and Mistral's second copy of the weights."""
 
 _REPO_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+", re.ASCII)
-_REASON_CHARS = 160
 
 
 def is_hub_id(name: str) -> bool:
@@ -57,7 +56,7 @@ def download(repo_id: str, revision: str | None, *, weights: bool = False) -> Pa
             "takes the main branch"
         ) from error
     except Exception as error:  # The library passes on errors of HTTP, of its cache and of the disk.
-        reason = f"{type(error).__name__}: {error}".partition("\n")[0][:_REASON_CHARS]
+        reason = f"{type(error).__name__}: {error}".partition("\n")[0][:160]
         raise ModelError(
             f"there is no folder {repo_id} here, and the hub's files of that name cannot be had: run `{command}` where "
             f"the hub can be reached ({reason})"

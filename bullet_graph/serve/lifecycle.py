@@ -144,13 +144,17 @@ def run_server(
     Returns whether the engine's thread has ended; a thread that is stuck in the device never does.
     """
     path = listener if isinstance(listener, Path) else None
-    server = DrainingServer.of_engine(engine, settings, on_started=on_started, unix_socket=path)
     thresholds = gc.get_threshold()
-    try:
-        # Weights, graphs and modules stay. Scanning them in each garbage collection would pause every stream.
+
+    def started() -> None:
+        # To scan what stays again and again would pause streams. Earlier, a KeyboardInterrupt meanwhile would be lost.
         gc.collect()
         gc.freeze()
         gc.set_threshold(_COLLECT_EVERY, *thresholds[1:])
+        on_started()
+
+    server = DrainingServer.of_engine(engine, settings, on_started=started, unix_socket=path)
+    try:
         server.run(sockets=[listener] if isinstance(listener, socket.socket) else None)
     finally:
         gc.set_threshold(*thresholds)

@@ -2,8 +2,10 @@
 
 import asyncio
 import json
+import os
 import re
 import select
+import signal
 import socket
 import threading
 import time
@@ -21,7 +23,7 @@ from servers import MODEL, Served, as_http, serving
 from bullet_graph import AsyncEngine, ConfigError, EngineDeadError, PerfTableError, Slo
 from bullet_graph.runtime.cpu import CpuExecutor
 from bullet_graph.runtime.step import Placement, Step
-from bullet_graph.serve.lifecycle import bind, warm_up
+from bullet_graph.serve.lifecycle import bind, run_server, warm_up
 from bullet_graph.serve.settings import ServeSettings
 
 LONG = {"prompt": [1, 2, 3], "max_tokens": 60, "temperature": 0}
@@ -300,6 +302,16 @@ async def test_a_second_signal_ends_at_once(stuck: Stuck) -> None:
         served.stop()
         assert "told to stop at once" in last_error(await stream)["message"]
         stuck.release.set()
+
+
+def test_a_signal_is_not_lost_while_garbage_is_collected(monkeypatch: pytest.MonkeyPatch) -> None:
+    handlers: list[object] = []
+    monkeypatch.setattr("gc.collect", lambda: handlers.append(signal.getsignal(signal.SIGINT)))
+    settings = ServeSettings(served_model_name=MODEL, port=0)
+    with bind(settings) as listener:
+        engine = AsyncEngine(make_engine(max_model_len=64))
+        assert run_server(engine, settings, listener, lambda: os.kill(os.getpid(), signal.SIGINT))
+    assert handlers[0] is not signal.default_int_handler, "Python would drop the KeyboardInterrupt"
 
 
 # ---- a dead engine, a stuck lane ----

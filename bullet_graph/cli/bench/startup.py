@@ -26,8 +26,6 @@ from bullet_graph.perf.provenance import collect_provenance
 from bullet_graph.perf.start_report import PhaseName, StartPhase, StartReport
 from bullet_graph.runtime.resolve import resolve
 
-_SHOWN_STDERR_CHARS = 2000
-
 
 @dataclass(frozen=True, slots=True)
 class StartKind:
@@ -170,7 +168,7 @@ def _start(config: EngineConfig, caches: Path) -> StartRun:
     if done.returncode != 0 or found is None:
         raise BulletGraphError(
             f"an engine that was to start in a process of its own ended with exit code {done.returncode}: "
-            f"{done.stderr.decode(errors='replace').strip()[-_SHOWN_STDERR_CHARS:]}"
+            f"{done.stderr.decode(errors='replace').strip()[-2000:]}"
         )
     report, fields = found
     return read_run(report, fields, started_s)

@@ -15,13 +15,11 @@ from bullet_graph.errors import BulletGraphError
 from bullet_graph.perf.start_report import StartReport
 from bullet_graph.sampling_params import SamplingParams
 
-_PROMPT_TOKENS = 16
-
 
 def start(config: EngineConfig) -> tuple[StartReport, dict[str, Any]]:
     """Start an engine and generate a token."""
     with Engine(**config.values()) as engine:
-        prompt = [0] * min(_PROMPT_TOKENS, engine.max_model_len - 1)
+        prompt = [0] * min(16, engine.max_model_len - 1)
         engine.generate([prompt], SamplingParams(temperature=0, max_tokens=1, ignore_eos=True), use_tqdm=False)
         capture = engine.capture
         return engine.start_report, {
