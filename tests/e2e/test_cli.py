@@ -62,8 +62,7 @@ def test_energy_is_that_of_the_run(trace: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_request_that_is_too_long_fails_alone(tmp_path: Path) -> None:
-    fits_exactly = (500, 12)
-    trace = write_trace(tmp_path, *LENGTHS, (509, 4), fits_exactly)
+    trace = write_trace(tmp_path, *LENGTHS, (509, 4), (500, 12))  # the last fits exactly
     figures = json.loads(bench("--json", trace=trace).stdout)
     assert (figures["num_requests"], figures["num_failed"], figures["total_output_tokens"]) == (4, 1, 18 + 12)
     (failure,) = figures["failures"]

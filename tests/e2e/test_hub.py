@@ -19,14 +19,13 @@ from bullet_graph.models.presets import resolve_model
 
 REPO = "someone/Small-Llama"
 NEEDED = ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"]
-NOT_NEEDED = ("README.md", "pytorch_model.bin", "consolidated.safetensors", "m.gguf", "original/model.safetensors")
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("repository")
     write_checkpoint(folder, "llama", shards=2)
-    for name in NOT_NEEDED:
+    for name in ("README.md", "pytorch_model.bin", "consolidated.safetensors", "m.gguf", "original/model.safetensors"):
         path = folder / name
         path.parent.mkdir(exist_ok=True)
         path.write_bytes(b"?")

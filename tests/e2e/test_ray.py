@@ -229,10 +229,8 @@ async def test_a_row_with_several_outputs_says_what_to_do(predictor: bullet_grap
 
 # ---- Ray Serve ----
 
-Ask = Callable[[dict[str, Any]], Awaitable[Any]]
 
-
-async def converse(ask: Ask) -> int:
+async def converse(ask: Callable[[dict[str, Any]], Awaitable[Any]]) -> int:
     """Eight conversations at once, of three turns; the tokens of prompts that were cached."""
 
     async def one(number: int) -> int:

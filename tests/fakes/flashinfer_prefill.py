@@ -18,9 +18,6 @@ from bullet_graph.kernels import flashinfer_attention, memory
 from bullet_graph.kernels.fp8 import FP8
 from bullet_graph.kernels.gpu import Gpu
 
-_CAUSAL = 1
-_NHD = 0
-
 Runs = list[tuple[str, str, int]]
 """(backend, kind, number of sequences)."""
 
@@ -116,7 +113,7 @@ class FakeModule:
             _attend(q.to(o.dtype), k, v, o, slice(starts[i], starts[i + 1]), sm_scale, plan.window_left)
 
 
-_COMMON = (None, _CAUSAL, _NHD, "window", True)
+_COMMON = (None, 1, 0, "window", True)  # the numbers: causal, NHD
 """No log-sum-exp, the mask, the layout, the window, programmatic dependent launch."""
 _SETTINGS: dict[str, tuple[object, ...]] = {
     # No custom mask, ALiBi, multi-item scoring nor cache in four bits; no soft cap, the scale, RoPE's reciprocals.

@@ -23,7 +23,6 @@ SETTINGS = {
     "kv_cache_bytes": 2**30,
     "partition_backend": "none",
 }
-LONG_PROMPT = [5] * 1500
 
 
 def run(libraries: Path, *arguments: str) -> Any:
@@ -37,7 +36,7 @@ def run(libraries: Path, *arguments: str) -> Any:
 
 
 def start(libraries: Path, **settings: Any) -> Any:
-    return run(libraries, "-c", START, json.dumps(SETTINGS | settings), json.dumps([*PROMPTS, LONG_PROMPT]))
+    return run(libraries, "-c", START, json.dumps(SETTINGS | settings), json.dumps([*PROMPTS, [5] * 1500]))
 
 
 def test_the_second_start_compiles_nothing(tmp_path: Path, record_property: Any) -> None:

@@ -18,12 +18,11 @@ from bullet_graph.models.layers import eager_functions
 
 pytestmark = pytest.mark.gpu
 
-DEVICE = torch.device("cuda")
 SHAPES = ((6144, 4096), (4096, 14336), (28672, 1024), (256, 384), (272, 576), (208, 144))
 
 
 def random(*shape: int) -> torch.Tensor:
-    return torch.randn(*shape, device=DEVICE).bfloat16()
+    return torch.randn(*shape, device=torch.device("cuda")).bfloat16()
 
 
 def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:

@@ -17,7 +17,6 @@ from bullet_graph.runtime.profile import Prepared, prepare_profile, profile_mode
 
 pytestmark = pytest.mark.gpu
 
-Record = Callable[[str, object], None]
 BUDGET_S = 50.0
 
 
@@ -59,7 +58,7 @@ def all_repeats(table: PerfTable) -> Measured:
     return {**table.points, **table.held_back}
 
 
-def test_a_profile_by_the_command(model: str, tmp_path: Path, record_property: Record) -> None:
+def test_a_profile_by_the_command(model: str, tmp_path: Path, record_property: Callable[[str, object], None]) -> None:
     output = tmp_path / "table.json"
     summary = parsed(command(model, output, "--json"))
     table = read_table(output)

@@ -142,9 +142,6 @@ def test_an_error_of_our_own_ends_the_search() -> None:
 # Child processes
 
 
-PRINTS_ATTEMPT = "import json, sys; print(json.dumps(['crashed', sys.argv[2]]))"
-
-
 @pytest.mark.parametrize(
     ("program", "verdict", "detail"),
     [
@@ -157,7 +154,7 @@ PRINTS_ATTEMPT = "import json, sys; print(json.dumps(['crashed', sys.argv[2]]))"
         ("print('[5]')", Verdict.CRASHED, "no verdict"),
         ("""print('["unheard of", ""]')""", Verdict.CRASHED, "no verdict"),
         ("""print('noise\\n["crashed", "x"]')""", Verdict.CRASHED, "x"),
-        (PRINTS_ATTEMPT, Verdict.CRASHED, "[1308, [1, 2]]"),
+        ("import json, sys; print(json.dumps(['crashed', sys.argv[2]]))", Verdict.CRASHED, "[1308, [1, 2]]"),
         ("""print('["honoured the masks", ""]')""", Verdict.HONOURED, ""),
     ],
 )

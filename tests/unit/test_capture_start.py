@@ -81,16 +81,13 @@ def flashinfer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeFlashInfe
     return FakeFlashInfer.install(monkeypatch, tmp_path)
 
 
-def group(folder: Path, *names: str) -> str:
-    return json.dumps({"child_paths": {name: str(folder / name) for name in names}})
-
-
 def test_a_folder_of_kernels_travels(tmp_path: Path) -> None:
     here, there = tmp_path / "here", tmp_path / "there"
     key = here / "KEY"
     key.mkdir(parents=True)
     (key / "k").write_text("cubin")
-    (key / "__grp__k.json").write_text(group(key, "k", "../../etc/passwd"))
+    paths = {name: str(key / name) for name in ("k", "../../etc/passwd")}
+    (key / "__grp__k.json").write_text(json.dumps({"child_paths": paths}))
     (key / "tmp.pid_1_2").mkdir()
     (key / "tmp.pid_1_2" / "half").write_text("unfinished")
     copy_kernels(here, there)
@@ -281,6 +278,7 @@ def test_all_ranks_start_alike(
 
 
 EXPLAIN = ("explain", "--model", "tiny", "--device", "cpu")
+CPU_PLAN = {"model": "tiny", "dtype": "float32", "compiled_rows": 8192 + 256}
 
 
 @pytest.fixture
@@ -347,10 +345,6 @@ def test_imported_text_cannot_control_the_terminal(store: CaptureStore) -> None:
     for arguments in (("list",), ("list", entry.entry_id), EXPLAIN):
         assert "\x1b" not in capture(store, *arguments).stdout
     assert "[red]x[/red]" in capture(store, "list", entry.entry_id).stdout
-
-
-CPU_PLAN = {"model": "tiny", "dtype": "float32", "compiled_rows": 8192 + 256}
-"""That of ``EXPLAIN``."""
 
 
 def test_explain_a_hit(store: CaptureStore) -> None:

@@ -58,7 +58,6 @@ def test_a_policy_is_checked_however_it_is_made(values: tuple[Any, ...], message
 
 
 NO_COUNTS = (0, -1, 1.5, "8", True)
-NO_SHARES = (0.0, -0.1, 1.01, math.nan, math.inf, "0.9", None)
 
 
 @pytest.mark.parametrize(
@@ -69,7 +68,7 @@ NO_SHARES = (0.0, -0.1, 1.01, math.nan, math.inf, "0.9", None)
         ("max_num_seqs", (*NO_COUNTS, None), "an integer of at least 1"),
         ("max_num_batched_tokens", (*NO_COUNTS, None), "an integer of at least 1"),
         ("seed", (-1, None), "an integer of at least 0"),
-        ("gpu_memory_utilization", NO_SHARES, r"in \(0, 1\]"),
+        ("gpu_memory_utilization", (0.0, -0.1, 1.01, math.nan, math.inf, "0.9", None), r"in \(0, 1\]"),
         ("reject_late", (0, "2", True), "a number above 0"),
         ("prefix_caching", ("no", 1, None), "of type bool"),
         ("policy", ("auto", 3), "of type bullet_graph.config.Policy"),

@@ -26,13 +26,12 @@ from bullet_graph.slo import NO_TARGETS
 from bullet_graph.workloads import Arrivals, Workload, WorkloadRequest, load_workload
 from bullet_graph.workloads.workload import TurnBefore
 
-VOCAB_SIZE = 50_000
 ANSWER = -1  # a token that no prompt has
 
 
 def whole_prompts(workload: Workload, seed: int = 0) -> list[list[int]]:
     """Every request's prompt, where the tokens of answers are all the same."""
-    timed = timed_requests(workload, [0.0] * len(workload.requests), vocab_size=VOCAB_SIZE, slo=NO_TARGETS, seed=seed)
+    timed = timed_requests(workload, [0.0] * len(workload.requests), vocab_size=50_000, slo=NO_TARGETS, seed=seed)
     prompts: list[list[int]] = []
     for request, one in zip(workload.requests, timed, strict=True):
         before = request.follows

@@ -25,7 +25,6 @@ from bullet_graph.planner.tuning import TUNING
 from bullet_graph.runtime.step import Placement, Step, StepLogprobs, StepResult
 from bullet_graph.slo import NO_TARGETS, Slo
 
-POLICIES = ("serial", "serial:100", "mixed", "mixed:64", "split", "split:48", "auto")
 TARGETS = (
     NO_TARGETS,
     Slo(ttft_ms=500, tpot_ms=15),
@@ -77,7 +76,7 @@ class _Wayward(Planner):
 @few(20)
 @given(
     requests=requests,
-    policy=st.sampled_from(POLICIES),
+    policy=st.sampled_from(("serial", "serial:100", "mixed", "mixed:64", "split", "split:48", "auto")),
     spare_blocks=st.sampled_from([0, 1, 7, 40, 1000]),
     max_num_seqs=st.sampled_from([1, 2, 16]),
     chunk_tokens=st.sampled_from([48, 500, 8192]),

@@ -24,7 +24,6 @@ WITHOUT_GPU: dict[str, Any] = {"driver_problem": "no driver", "uses_gpu": False}
 WITHOUT_GPU |= dict.fromkeys(("driver", "torch_cuda", "gpu", "mask_offset", "partitions"))
 NO_GPU_BUT_DRIVER = WITHOUT_GPU | {"driver": DRIVER}
 REFUSED = BackendCheck("smctrl", problem="no offset: run `bullet-graph doctor --calibrate`")
-NO_BACKEND = PartitionChecks((), (REFUSED,), None, "smctrl refused: no")
 WHOLE_GPU_ONLY = PartitionChecks(
     (16,), (BackendCheck("none", 132, (SizeCheck(None, "0-131", 0.01),)),), None, "smctrl refused: this"
 )
@@ -75,13 +74,12 @@ def case(
     return asked, changes, {name: (level, words) for name, level, words in lines}
 
 
-NO_PATH = {"gpu_path_problem": "ModuleNotFoundError: No module named 'flashinfer'"}
 BUSY = {"gpu": None, "gpu_problem": "CUDA error: device busy", "partitions": None}
 NO_RELEASE = {"driver": None, "driver_problem": "use green", "mask_offset": None}
 DAMAGED = {"mask_offset": None, "mask_offset_problem": "delete the file"}
 CASES = {
     "FlashInfer is missing": case(
-        flashinfer(None) | NO_PATH,
+        flashinfer(None) | {"gpu_path_problem": "ModuleNotFoundError: No module named 'flashinfer'"},
         ("FlashInfer", RED, f"not installed release .*pip install flashinfer-python=={FLASHINFER_RELEASE}"),
         ("GPU path", RED, "No module named 'flashinfer'"),
     ),
@@ -94,7 +92,7 @@ CASES = {
         ("back end smctrl", YELLOW, "^cannot be opened"),
     ),
     "a named back end fails": case(
-        {"partitions": NO_BACKEND},
+        {"partitions": PartitionChecks((), (REFUSED,), None, "smctrl refused: no")},
         ("back end smctrl", RED, ""),
         ("--partition-backend smctrl", RED, "smctrl refused: no"),
         asked=asked_for(partition_backend="smctrl"),

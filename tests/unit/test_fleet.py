@@ -19,7 +19,7 @@ from simulated_engines import changed
 
 from bench.fleet.command import fleet, worth
 from bench.fleet.divided import Link, balanced, best_split, decode, decode_machine, prefill, prefill_machine
-from bench.fleet.shared import Fleet, Outcome, Router, Traffic, in_processes, share
+from bench.fleet.shared import Fleet, Router, Traffic, in_processes, share
 from bullet_graph.config import EngineConfig, Policy
 from bullet_graph.engine.simulation import SimulationSettings, simulate
 from bullet_graph.errors import ConfigError
@@ -56,10 +56,6 @@ def chats(count: int, rate: float) -> Traffic:
             requests.append(WorkloadRequest(tokens, 8, None, None, (), 0, TurnBefore(index, before, 0.3)))
     workload = Workload("chats", tuple(requests))
     return Traffic(workload, Arrivals(request_rate=rate).times(workload))
-
-
-def on_time(outcome: Outcome) -> float:
-    return float(np.mean([request.meets_slo for request in outcome.replay.served]))
 
 
 # ---- routing ----
@@ -249,7 +245,8 @@ def test_a_faster_link_is_never_worse_and_the_split_follows_the_work() -> None:
         infinite = Link(gb_per_s=float("inf"), latency_ms=0)
 
         def share_of(split: int, traffic: Traffic = traffic, link: Link = infinite) -> float:
-            return on_time(decode(fleet, traffic, prefill(fleet, traffic, split), link, KV_BYTES))
+            served = decode(fleet, traffic, prefill(fleet, traffic, split), link, KV_BYTES).replay.served
+            return float(np.mean([request.meets_slo for request in served]))
 
         shares = [share_of(split) for split in range(1, 6)]
         splits[name] = best_split(share_of, 6, balanced(fleet, traffic), 1)

@@ -41,7 +41,6 @@ from bullet_graph.kernels.triton_ops import TritonOps
 
 __all__ = ["rounding"]
 
-CPU = torch.device("cpu")
 CONFIG = replace(PRESETS["tiny"], num_layers=2, num_heads=4, num_kv_heads=2, qk_norm=True)
 
 on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="runs Triton's interpreter")
@@ -67,7 +66,7 @@ def test_rope_writes_fp8_that_saturates_and_hands_on_what_is_cached(norms: bool)
     results = []
     for ops in (TorchOps(), TritonOps()):
         cache = KVCache(
-            replace(config, fp8_kv=True), num_blocks=8, block_tokens=4, dtype=torch.float32, device=CPU
+            replace(config, fp8_kv=True), num_blocks=8, block_tokens=4, dtype=torch.float32, device=torch.device("cpu")
         ).layer(0)
         own = qkv.clone()
         q = ops.rope_and_cache(own, inputs, cache, head_norms)

@@ -20,7 +20,6 @@ from bullet_graph.perf.goodput_search import (
 
 STEPS = st.sampled_from([1.1, 1.25, 2.0, 3.0])
 RATES = st.floats(0.05, 2000)
-RUNS = st.lists(st.builds(RateRun, st.floats(1, 100), st.floats(0, 1), st.booleans()), max_size=12)
 
 
 def test_a_sustained_run_has_two_minutes_and_three_hundred_requests() -> None:
@@ -46,7 +45,7 @@ def test_of_shares_that_fall_linearly_it_is_the_crossing(lowest: float, gaps: li
             assert found == (pytest.approx(crossing), pytest.approx(crossing))
 
 
-@given(RUNS)
+@given(st.lists(st.builds(RateRun, st.floats(1, 100), st.floats(0, 1), st.booleans()), max_size=12))
 def test_a_goodput_lies_between_its_bounds_whatever_the_noise(runs: list[RateRun]) -> None:
     good, strict = (Goodput.of(runs, share) for share in SHARES)
     rates = [run.rate for run in runs]

@@ -39,7 +39,6 @@ from bullet_graph.runtime.cpu import CpuExecutor
 
 CPU = torch.device("cpu")
 FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
-Tensors = dict[str, torch.Tensor]
 Make = Callable[..., Path]
 
 
@@ -189,7 +188,7 @@ NORM, HEAD = "model.norm.weight", "lm_head.weight"
 BIAS, UP = "model.layers.0.self_attn.q_proj.bias", "model.layers.1.mlp.up_proj.weight"
 
 
-def edited(folder: Path, *, drop: str = "", add: Tensors | None = None) -> None:
+def edited(folder: Path, *, drop: str = "", add: dict[str, torch.Tensor] | None = None) -> None:
     tensors = load_file(folder / FILE) | (add or {})
     save_file({name: tensor for name, tensor in tensors.items() if name != drop}, folder / FILE)
 
@@ -211,9 +210,7 @@ def misplaced(folder: Path) -> None:
     with_index(json.dumps(content), folder)
 
 
-Case = tuple[int, Callable[[Path], object], str]
-
-BROKEN: dict[str, Case] = {
+BROKEN: dict[str, tuple[int, Callable[[Path], object], str]] = {
     "tensor missing": (1, partial(edited, drop=UP), rf"model\.safetensors: tensors {UP} are required .*missing"),
     "all missing": (1, lambda folder: save_file({}, folder / FILE), r"embed_tokens\.weight, .* and 18 more"),
     "no lm_head, untied": (1, partial(edited, drop=HEAD), rf"{HEAD} .*does not tie the embeddings"),
@@ -332,7 +329,6 @@ def test_dummy_routers_follow_the_skew_in_every_layer() -> None:
 # ---- filled by a thread while an executor is built ----
 
 TINY = PRESETS["tiny"]
-THREAD = "bullet-graph-weights"
 
 
 def zeros() -> ModelWeights:
@@ -340,7 +336,7 @@ def zeros() -> ModelWeights:
 
 
 def loader_threads() -> list[str]:
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith(THREAD)]
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("bullet-graph-weights")]
 
 
 @pytest.mark.parametrize("inference", [False, True])

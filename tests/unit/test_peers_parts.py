@@ -281,7 +281,6 @@ def test_shares_of_the_time_between(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 # ---- which runs a comparison asks for ----
 
-NUM_REQUESTS = 40
 TPOT_MS = 10.0
 GOODPUTS = {"auto": 30.0, "512": 11.0, "1024": 19.0, "2048": 17.0}
 """Rates up to which a setting meets the targets."""
@@ -333,7 +332,7 @@ def compare(
         (),
         {candidate.label: candidate for candidate in candidates},
         search=GoodputSearch(first_rate=16.0, max_runs=4),
-        load=lambda spec: Workload(spec.name, (request,) * NUM_REQUESTS),
+        load=lambda spec: Workload(spec.name, (request,) * 40),
         smoke=True,
     )
     with asyncio.Runner() as runner:

@@ -11,7 +11,6 @@ from sampling_rows import settings_row
 
 from bullet_graph.kernels.sampler import SamplingState, philox_uniform, sample, token_logprobs
 
-CPU = torch.device("cpu")
 WORD = 0xFFFFFFFF
 
 
@@ -38,7 +37,7 @@ VOCAB = 50
 
 def make_state(num_slots: int = 1, seed: int = 5, **changes: object) -> SamplingState:
     """Slots with the same settings; the seed of slot i is ``seed + i``."""
-    state = SamplingState(num_slots, VOCAB, CPU)
+    state = SamplingState(num_slots, VOCAB, torch.device("cpu"))
     for slot in range(num_slots):
         state.settings[slot] = settings_row(seed=seed + slot, **({"temperature": 1.0} | changes))
     return state

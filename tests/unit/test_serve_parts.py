@@ -66,12 +66,8 @@ def test_when_to_come_back_follows_the_requests_that_ended_lately() -> None:
 
 
 def test_a_dead_engine_and_a_closed_gate_let_nobody_in() -> None:
-    for dead, closed, text in (
-        (True, False, "the device is gone"),
-        (False, True, "shutting down"),
-        (True, True, "shutting down"),
-    ):
-        house = gate(1, dead=dead)
+    for dead, closed in ((True, False), (False, True), (True, True)):
+        house, text = gate(1, dead=dead), "shutting down" if closed else "the device is gone"
         house.closed = closed
         with pytest.raises(ApiError, match=text) as refused, house.enter(1):
             pass

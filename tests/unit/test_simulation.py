@@ -396,14 +396,11 @@ def test_prompts_that_take_the_device_longer_than_the_host_are_launched_layer_by
     assert finish_ms(device, eager) == pytest.approx(2 * least + 1)
 
 
-MIXED = make_step([(0, 3, True)], [1])
-
-
 @pytest.mark.parametrize(
     ("step", "placement", "error", "message"),
     [
         (decode_step(1), on("decode", SmPartition(1, 49)), PartitionError, "SmPartition"),
-        (MIXED, on("decode", WIDE), PartitionError, "whole GPU"),
+        (make_step([(0, 3, True)], [1]), on("decode", WIDE), PartitionError, "whole GPU"),
         (prefill_step(3), on("decode", WIDE), PartitionError, "whole GPU"),
         (decode_step(1), on("prefill"), ValueError, "decode lane alone"),
     ],

@@ -134,7 +134,6 @@ def test_a_file_that_is_something_else_is_kept(content: bytes, message: str, pat
 # ---- the cells ----
 
 LOOSE, TIGHT = Slo(ttft_ms=500, tpot_ms=15), Slo(ttft_ms=500, tpot_ms=8)
-POLICIES = (Policy("mixed", 2048), Policy("auto"))
 
 
 @pytest.mark.parametrize(
@@ -179,7 +178,7 @@ def cells_of(*texts: str, slos: tuple[Slo, ...] = (LOOSE,), smoke: bool = True) 
     return make_cells(
         [WorkloadSpec.parse(text) for text in texts],
         slos,
-        {f"bullet_graph {policy}": policy for policy in POLICIES},
+        {f"bullet_graph {policy}": policy for policy in (Policy("mixed", 2048), Policy("auto"))},
         search=GoodputSearch(first_rate=8, max_runs=3),
         load=load,
         smoke=smoke,
@@ -286,8 +285,6 @@ def test_the_time_is_told_before(workload: str, minutes: int, path: Path, capsys
 
 # ---- the pictures ----
 
-SYSTEMS = ("bullet_graph auto", "vllm 0.24.0 chunk 512")
-TASKS = (Task("azure:conv", 600, "ttft:500ms tpot:15ms"), Task("azure:code", 600, "ttft:0.2ms/token"))
 LATENCIES = [f"{label}_{name}_ms" for label in ("median", "p90", "p99") for name in ("ttft", "tpot", "itl")]
 
 
@@ -299,8 +296,8 @@ def make_sweep() -> Sweep:
     runs = (drawn_at(10), drawn_at(20, stable=False), drawn_at(12.5))
     cells = [
         SweepCell(system=system, **task._asdict(), runs=runs, **goodput_fields(runs))
-        for task in TASKS
-        for system in SYSTEMS
+        for task in (Task("azure:conv", 600, "ttft:500ms tpot:15ms"), Task("azure:code", 600, "ttft:0.2ms/token"))
+        for system in ("bullet_graph auto", "vllm 0.24.0 chunk 512")
     ]
     # One that served nothing in time, and one that was not begun.
     nothing = drawn_at(5, **dict.fromkeys(LATENCIES), slo_attainment=0.0)

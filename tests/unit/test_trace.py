@@ -453,13 +453,10 @@ def test_chrome_trace(tmp_path: Path) -> None:
     assert decisions[1]["args"]["options"] == [{"holds_tpot": False}, {"holds_tpot": True}]
 
 
-def test_chrome_trace_of_a_window_begins_with_the_sms_in_force(tmp_path: Path) -> None:
+def test_chrome_trace_of_a_window_begins_with_the_sms_in_force_if_there_are_any(tmp_path: Path) -> None:
     events = to_chrome_trace(read_run(tmp_path), Window(100.2, 100.24))["traceEvents"]
     counters = [(round(e["ts"] / 1e3), e["args"]) for e in events if e["ph"] == "C"]
     assert counters == [(200, {"decode SMs": 32}), (200, {"prefill SMs": 100})]
-
-
-def test_chrome_trace_of_a_window_where_there_are_no_sms(tmp_path: Path) -> None:
     path = write(tmp_path / "t.jsonl", [RUN_HEADER | {"num_sms": None}, *RUN[1:]])
     events = to_chrome_trace(read_trace(path), Window(100.12, 100.3))["traceEvents"]
     assert [e["args"]["policy"] for e in events if e["ph"] == "X"] == ["split", "split"]

@@ -18,7 +18,6 @@ from bullet_graph.workloads.workload import Times, TurnBefore
 HEADER = "TIMESTAMP,ContextTokens,GeneratedTokens"
 ROW = "2023-11-16 18:17:03.9799600,4808,10"
 MOONCAKE_ROW = '{"timestamp": 0, "input_length": 5, "output_length": 2, "hash_ids": [1]}'
-SHAREGPT_START = '[{"conversations":'
 
 # The temporary folder is shared by a property's examples, each of which writes its own file anew.
 SHARED_FOLDER = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -284,7 +283,7 @@ class TestLoadWorkload:
     @SHARED_FOLDER
     @given(
         suffix=st.sampled_from([".csv", ".json", ".jsonl"]),
-        start=st.sampled_from(["", f"{HEADER}\n", f"{HEADER}\n{ROW}\n", f"{MOONCAKE_ROW}\n", SHAREGPT_START]),
+        start=st.sampled_from(["", f"{HEADER}\n", f"{HEADER}\n{ROW}\n", f"{MOONCAKE_ROW}\n", '[{"conversations":']),
         rest=st.binary(max_size=60) | st.text(max_size=60).map(lambda text: text.encode("utf-8", "surrogatepass")),
     )
     def test_any_bytes_give_requests_or_our_error(self, tmp_path: Path, suffix: str, start: str, rest: bytes) -> None:
