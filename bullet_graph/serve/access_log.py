@@ -38,14 +38,11 @@ class Tally:
 
     def log(self, level: int, client: Any, method: str, url: bytes, status: int, seconds: float) -> None:
         """Write the request's line, with its URL as it was sent, for a decoded path could hold line breaks."""
-        logger.log(
-            level,
-            "%s %s %s %d %.1f ms prompt_tokens=%d output_tokens=%d request_id=%s",
-            *((client or "-")[0], method),
-            # Without the query, which may hold secrets.
-            url.partition(b"?")[0][:200].decode("ascii", "backslashreplace"),
-            *(status, seconds * 1e3, self.prompt_tokens, self.output_tokens, self.request_id),
-        )
+        form = "%s %s %s %d %.1f ms prompt_tokens=%d output_tokens=%d request_id=%s"
+        # Without the query, which may hold secrets.
+        path = url.partition(b"?")[0][:200].decode("ascii", "backslashreplace")
+        ended = status, seconds * 1e3, self.prompt_tokens, self.output_tokens, self.request_id
+        logger.log(level, form, (client or "-")[0], method, path, *ended)
 
 
 class AccessLog:
