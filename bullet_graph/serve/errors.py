@@ -39,6 +39,7 @@ _UNIONS = {
 _OBJECT = "a JSON object is required as the body, with Content-Type: application/json"
 _SHOWN_CHARACTERS = 80
 _REASON_CHARACTERS = 300
+_MOST_RETRY_S = 60
 _MOST_ERRORS, _MOST_REASONS = 20, 3
 """Errors that are looked at, and reasons that are told."""
 
@@ -87,7 +88,7 @@ class ApiError(Exception):
             phrase = HTTPStatus(error.status_code).phrase
             return cls(error.status_code, f"{phrase}: {error.detail}", headers=error.headers)
         if isinstance(error, LateError):
-            retry_s = str(min(math.ceil(error.wait_s), 60))
+            retry_s = str(min(math.ceil(error.wait_s), _MOST_RETRY_S))
             return cls(429, str(error), code="too_late", headers={"Retry-After": retry_s})
         if isinstance(error, EngineDeadError):
             return cls(503, str(error), code="engine_dead")
