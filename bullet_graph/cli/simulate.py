@@ -23,6 +23,7 @@ from bullet_graph.engine.simulation import simulate as serve_simulated
 from bullet_graph.engine.trace import DecisionTrace, trace_header
 from bullet_graph.errors import ConfigError, PerfTableError
 from bullet_graph.graphs.capture_plan import CapturePlan, default_plan, named_plan
+from bullet_graph.graphs.key import batch_size_buckets
 from bullet_graph.hardware import KNOWN_GPUS, GpuSpec, gpu_spec
 from bullet_graph.models.config import DTYPE_BYTES, GPU_HEAD_DIMS, with_padded_heads, without_wide_windows
 from bullet_graph.models.presets import resolve_model
@@ -169,14 +170,16 @@ class Simulator:
     def settings(self, policy: Policy, capture_plan: CapturePlan | None = None) -> SimulationSettings:
         """The engine to simulate, under the simulator's ``capture_plan`` where none is given."""
         block_bytes = 2 * KV_BLOCK_TOKENS * self.model.kv_size * DTYPE_BYTES[self.dtype]
+        plan = capture_plan or self.capture_plan
+        sizes = batch_size_buckets(self.config.max_num_seqs) if plan is None else plan.decode[0].batch_sizes
         return SimulationSettings(
             config=dataclasses.replace(self.config, policy=policy),
             kv_cache_tokens=self.kv_cache_tokens,
             max_model_len=self.max_model_len,
-            capture_plan=capture_plan or self.capture_plan,
+            capture_plan=plan,
             host_overhead_ms=self._host_overhead_ms,
             block_bytes=None if self.model.fp8_kv or any(self.model.windows) else block_bytes,
-            lone_rows=gpu_lone_rows(self.config, self.model),
+            lone_rows=gpu_lone_rows(self.config, self.model, sizes),
         )
 
     def open_trace(self, path: Path, policy: Policy, *, overwrite: bool) -> DecisionTrace:

@@ -138,7 +138,7 @@ class CudaExecutor(Executor):
         self.num_sms = torch.cuda.get_device_properties(device).multi_processor_count
         self.partitions = tuple(plan.batch_sizes)
         self.has_prefill_lane = config.policy.uses_prefill_lane
-        self.lone_rows = gpu_lone_rows(config, decoder.config)
+        self.lone_rows = gpu_lone_rows(config, decoder.config, plan.batch_sizes[WHOLE_GPU])
         # Weights and cache were made on the default stream. The other streams are still loading the weights.
         torch.cuda.default_stream(device).synchronize()
         stream = self._stream("decode", WHOLE_GPU)

@@ -91,10 +91,10 @@ class Executor(ABC):
         """
 
 
-def gpu_lone_rows(config: EngineConfig, shape: DecoderShape) -> int:
-    """:attr:`Executor.lone_rows` on a GPU: kernels of one row are the fastest, but take more energy (bench/LOG.md)."""
+def gpu_lone_rows(config: EngineConfig, shape: DecoderShape, batch_sizes: Sequence[int]) -> int:
+    """:attr:`Executor.lone_rows` with graphs of these sizes: one is fastest, but takes more energy (bench/LOG.md)."""
     # With experts, a row of padding reads more weights.
-    return 2 if config.cuda_graphs and config.max_num_seqs > 1 and not shape.num_experts else 1
+    return 2 if config.cuda_graphs and 2 in batch_sizes and not shape.num_experts else 1
 
 
 def keep_for_ever(what: object) -> None:

@@ -24,7 +24,7 @@ from bullet_graph.perf.start_report import StartClock
 from bullet_graph.runtime import cuda
 
 LAYERS = 3
-SIZES = (DecodeSizes(None, (1, 8, 12, 64)), DecodeSizes(32, (4, 16)))
+SIZES = (DecodeSizes(None, (1, 2, 12, 64)), DecodeSizes(32, (4, 16)))
 PLAN = replace(capture_plans.PLAN, decode=SIZES, piecewise_rows=(16, 128, 256))
 
 
@@ -137,13 +137,13 @@ def make(monkeypatch: pytest.MonkeyPatch, gpu: FakeGpu) -> Make:
         cos_sin=torch.empty(1), config=SimpleNamespace(num_layers=LAYERS, vocab_size=8, num_experts=0), weights=None
     )
 
-    def make(clock: StartClock | None = None, num_experts: int = 0, **settings: Any) -> cuda.CudaExecutor:
+    def make(clock: StartClock | None = None, num_experts: int = 0, plan: Any = PLAN, **settings: Any) -> Any:
         decoder.config.num_experts = num_experts
         return cuda.CudaExecutor(
             decoder,
             EngineConfig(**({"model": "tiny", "max_num_seqs": 64, "policy": Policy("split")} | settings)),
             backend=gpu,
-            plan=PLAN,
+            plan=plan,
             join_weights=lambda: gpu.log.append(("join", None)),
             clock=clock or StartClock(),
             progress=False,
@@ -156,8 +156,7 @@ def done(gpu: FakeGpu) -> list[object]:
     return [what for what, _ in gpu.log if not (isinstance(what, tuple) and what[0] == "waits for")]
 
 
-ORDER = capture_order(PLAN, LAYERS)
-HOT = hot_keys(PLAN)
+ORDER, HOT = capture_order(PLAN, LAYERS), hot_keys(PLAN)
 TIMINGS = [("time", rows) for rows in PLAN.piecewise_rows]
 
 
@@ -226,7 +225,9 @@ def test_a_capture_takes_turns_with_the_other_lane(make: Make, gpu: FakeGpu) -> 
 
 def test_nothing_is_captured_without_graphs(make: Make, gpu: FakeGpu) -> None:
     assert make(num_experts=8).lone_rows == 1, "padding reads experts"
-    assert make(max_num_seqs=1).lone_rows == 1, "no graph has room for padding"
+    for sizes in ((1,), (1, 8)):
+        plan = replace(PLAN, max_num_seqs=sizes[-1], decode=(DecodeSizes(None, sizes),))
+        assert make(plan=plan, max_num_seqs=sizes[-1]).lone_rows == 1, "there is no graph for padding"
     gpu.log.clear()
     executor = make(cuda_graphs=False, ready="hot")
     assert done(gpu) == ["join"]

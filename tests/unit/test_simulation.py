@@ -247,16 +247,15 @@ def test_common_blocks_take_less_time() -> None:
 
 
 @pytest.mark.parametrize(
-    ("model", "kv_cache_dtype", "expected"),
+    ("model", "more", "expected"),
     [
-        *(("llama-3.1-8b", "auto", (2**16, 2)), ("llama-3.1-8b", "fp8", (None, 2))),
-        *(("qwen3-30b-a3b", "auto", (2**15, 1)), ("qwen3-30b-a3b", "fp8", (None, 1))),
+        *(("llama-3.1-8b", {}, (2**16, 2)), ("llama-3.1-8b", {"kv_cache_dtype": "fp8"}, (None, 2))),
+        *(("qwen3-30b-a3b", {}, (2**15, 1)), ("qwen3-30b-a3b", {"kv_cache_dtype": "fp8"}, (None, 1))),
+        ("llama-3.1-8b", {"capture_plan": "llama-3.1-8b_bfloat16_conv"}, (2**16, 1)),  # without a graph of two rows
     ],
 )
-def test_what_holds_for_a_model_s_format_and_experts(
-    model: str, kv_cache_dtype: Any, expected: tuple[int | None, int]
-) -> None:
-    config = EngineConfig(model=model, kv_cache_dtype=kv_cache_dtype)
+def test_what_holds_for_formats_experts_and_graphs(model: str, more: dict[str, Any], expected: tuple[Any, int]) -> None:
+    config = EngineConfig(model=model, **more)
     simulator = Simulator(
         gpu="roofline:h200", config=config, trace="synthetic:conv", num_prompts=1, arrivals=Arrivals(request_rate=1.0)
     )
