@@ -180,6 +180,7 @@ class Simulator:
             host_overhead_ms=self._host_overhead_ms,
             block_bytes=None if self.model.fp8_kv or any(self.model.windows) else block_bytes,
             lone_rows=gpu_lone_rows(self.config, self.model, sizes),
+            window=self.model.widest_window,
         )
 
     def open_trace(self, path: Path, policy: Policy, *, overwrite: bool) -> DecisionTrace:

@@ -165,7 +165,7 @@ class Engine:
             max_model_len=self.max_model_len,
             prompt_order=config.prompt_order,
             window=self.model_config.widest_window,
-            held_tokens=held_tokens(config, self.model_config, self.max_model_len),
+            held_tokens=held_tokens(config, self.model_config.widest_window, self.max_model_len),
             prefix_caching=config.prefix_caching and self.model_config.widest_window is None,
         )
         scheduler.pool.listener = self._cache_listener

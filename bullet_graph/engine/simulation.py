@@ -21,6 +21,7 @@ from bullet_graph.partition.masks import partition_of
 from bullet_graph.perf.metrics import ServedRequest
 from bullet_graph.perf.performance import PerformanceModel
 from bullet_graph.planner.planner import Planner
+from bullet_graph.runtime.memory import held_tokens
 from bullet_graph.runtime.simulated import SimulatedExecutor, StepRecord
 from bullet_graph.sampling_params import SamplingParams
 from bullet_graph.slo import NO_TARGETS, Slo
@@ -42,8 +43,8 @@ class SimulationSettings:
 
     Without ``decode_sms`` in the configuration there are all sizes of the performance model, unless ``capture_plan``
     names the CUDA graphs there are. ``host_overhead_ms`` and ``block_bytes`` are those of
-    :class:`~bullet_graph.runtime.simulated.SimulatedExecutor`, ``lone_rows`` those of its base.
-    Numbers out of range raise ConfigError at construction.
+    :class:`~bullet_graph.runtime.simulated.SimulatedExecutor`, ``lone_rows`` those of its base, and ``window`` is the
+    scheduler's. Numbers out of range raise ConfigError at construction.
     """
 
     config: EngineConfig
@@ -53,11 +54,12 @@ class SimulationSettings:
     host_overhead_ms: float = HOST_OVERHEAD_MS
     block_bytes: int | None = None
     lone_rows: int = 1
+    window: int | None = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.host_overhead_ms < math.inf:
             raise ConfigError(f"host_overhead_ms must be a number of at least 0, got {self.host_overhead_ms}")
-        if self.num_kv_blocks <= -(-self.max_model_len // KV_BLOCK_TOKENS):
+        if self.num_kv_blocks <= -(-held_tokens(self.config, self.window, self.max_model_len) // KV_BLOCK_TOKENS):
             raise ConfigError(
                 f"the KV cache must hold one sequence of max_model_len={self.max_model_len} tokens, but it holds "
                 f"{self.kv_cache_tokens}: make it larger, or lower max_model_len"
@@ -116,7 +118,9 @@ class SimulatedEngine(EngineCore):
                 max_num_seqs=config.max_num_seqs,
                 max_model_len=settings.max_model_len,
                 prompt_order=config.prompt_order,
-                prefix_caching=config.prefix_caching,
+                window=settings.window,
+                held_tokens=held_tokens(config, settings.window, settings.max_model_len),
+                prefix_caching=config.prefix_caching and settings.window is None,
             ),
             num_layers=model.num_layers,
             trace=trace,

@@ -81,15 +81,12 @@ def with_kv_blocks(ledger: MemoryLedger, num_kv_blocks: int) -> MemoryLedger:
     return replace(ledger, num_kv_blocks=num_kv_blocks, kv_cache_bytes=num_kv_blocks * block_bytes)
 
 
-def held_tokens(config: EngineConfig, model: ModelConfig, max_model_len: int) -> int:
+def held_tokens(config: EngineConfig, window: int | None, max_model_len: int) -> int:
     """The most tokens of a sequence that are in the KV cache at once.
 
-    Before the widest window they are given back, where every layer has one. Two chunks are in flight, and a block that
-    is begun counts.
+    Those before the widest ``window``, if every layer has one, are given back. Two chunks and a begun block count.
     """
-    if model.widest_window is None:
-        return max_model_len
-    return min(max_model_len, model.widest_window + 2 * config.chunk_tokens + KV_BLOCK_TOKENS)
+    return max_model_len if window is None else min(max_model_len, window + 2 * config.chunk_tokens + KV_BLOCK_TOKENS)
 
 
 def plan_memory(
@@ -116,7 +113,7 @@ def plan_memory(
     activations = _activation_bytes(config, model, dtype_bytes) + tables
     fixed = weights + activations + workspaces_bytes + graphs_bytes
     block = KV_BLOCK_TOKENS * kv_cache_bytes_per_token(model, dtype_bytes=dtype_bytes)
-    blocks_per_seq = -(-held_tokens(config, model, max_model_len) // KV_BLOCK_TOKENS)
+    blocks_per_seq = -(-held_tokens(config, model.widest_window, max_model_len) // KV_BLOCK_TOKENS)
     # One block is the padding block. More than every sequence at full length can fill would only keep old prefixes.
     least, most = (1 + blocks_per_seq) * block, (1 + config.max_num_seqs * blocks_per_seq) * block
     if kv_cache_limit_bytes is not None:

@@ -82,9 +82,9 @@ def test_a_windowed_model_s_cache_holds_the_window_and_what_is_in_flight() -> No
     windowed, device = replace(TINY, layer_windows=(40,) * 4), DeviceMemory(8 * GIB, 8 * GIB)
     config = tiny(max_num_batched_tokens=32)
     # A window of 40, two chunks of 32 and a block of 16 are 120 tokens.
-    assert held_tokens(config, windowed, 256) == 120
-    assert held_tokens(config, windowed, 100) == 100
-    assert held_tokens(config, replace(TINY, layer_windows=(40, None, 40, 40)), 256) == 256
+    assert held_tokens(config, windowed.widest_window, 256) == 120
+    assert held_tokens(config, windowed.widest_window, 100) == 100
+    assert held_tokens(config, replace(TINY, layer_windows=(40, None, 40, 40)).widest_window, 256) == 256
     assert plan(config, device, model=windowed).num_kv_blocks == 1 + 4 * 8
     assert plan(config, device, model=windowed, kv_cache_limit_bytes=1).num_kv_blocks == 1 + 8
 
