@@ -122,7 +122,7 @@ class Simulator:
             raise ConfigError(f"the memory of {self.gpu} is not known: give the KV cache's size with --kv-cache-bytes")
         # All policies have the same cache: that of `auto`, which takes the most memory beside it.
         num_bytes, config = memory_bytes or _AMPLE_BYTES, dataclasses.replace(self.config, policy=Policy("auto"))
-        times, sizes = self.unpadded, config.decode_sms or self.unpadded.decode_sms
+        times, sizes = self.unpadded, sorted(set(config.decode_sms or self.unpadded.decode_sms))
         captured = self.capture_plan or default_plan(
             config, dtype=self.dtype, num_sms=times.num_sms, shape=self.model, decode_sms=sizes
         )

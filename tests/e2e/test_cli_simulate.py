@@ -104,7 +104,7 @@ def test_a_sweep_finds_each_policies_goodput_and_draws_it(table: Path, tmp_path:
     plot, output = tmp_path / "sweep.svg", tmp_path / "sweep.json"
     result = simulate(
         *(*TARGETS, "--sweep", "--smoke", "--policy", "mixed:2048", "--policy", "auto"),
-        *("--first-rate", "30", "--plot", str(plot), "--output-json", str(output)),
+        *("--first-rate", "30", "--decode-sms", "48,32", "--plot", str(plot), "--output-json", str(output)),
         gpu=table,
     )
     assert result.exit_code == 0, result.output
