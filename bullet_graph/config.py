@@ -399,8 +399,8 @@ class EngineConfig:
 
     @property
     def max_forward_rows(self) -> int:
-        """Most rows of a forward, prompt and decode rows together."""
-        return self.chunk_tokens + self.max_num_seqs
+        """Most rows of a forward, prompt and decode rows together; 16 prompt rows may always join decode rows."""
+        return max(self.chunk_tokens, 16) + self.max_num_seqs
 
 
 SETTINGS = settings_of(EngineConfig)

@@ -105,7 +105,7 @@ def test_a_capture_plan_leaves_no_choice_of_graphs(other: dict[str, Any]) -> Non
 )
 def test_the_chunk_is_the_smaller_of_the_policy_s_and_the_engine_s(policy: str, batched: int, chunk: int) -> None:
     config = EngineConfig(model="tiny", policy=Policy.parse(policy), max_num_batched_tokens=batched)
-    assert config.chunk_tokens == chunk
+    assert (config.chunk_tokens, config.max_forward_rows) == (chunk, max(chunk, 16) + config.max_num_seqs)
 
 
 # ---- as users give them ----
