@@ -113,9 +113,7 @@ class Tokenizer:
         self.chat_template = chat_template
         self.tool_template = tool_template or chat_template
         self._special_tokens = dict(special_tokens or {})
-        self._special_ids = frozenset(
-            token_id for token_id, token in tokenizer.get_added_tokens_decoder().items() if token.special
-        )
+        self._special_ids = frozenset(i for i, one in tokenizer.get_added_tokens_decoder().items() if one.special)
 
     @classmethod
     def from_folder(cls, folder: Path) -> "Tokenizer | None":
@@ -144,6 +142,13 @@ class Tokenizer:
         config_path = folder / "tokenizer_config.json"
         config = read_json_object(config_path) if config_path.exists() else JsonObject(config_path, {})
         templates, special_tokens = _read_chat_templates(folder, config), _special_tokens(folder, config)
+        # As in transformers, they are special though tokenizer.json may have them as plain words.
+        added = {token.content: token for token in tokenizer.get_added_tokens_decoder().values()}
+        for text in special_tokens.values():
+            token = added.get(text, tokenizers.AddedToken(text, normalized=False))
+            if not token.special and tokenizer.token_to_id(text) is not None:
+                token.special = True
+                tokenizer.add_special_tokens([token])
         return cls(tokenizer, **templates, special_tokens=special_tokens)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
@@ -356,10 +361,10 @@ def _special_tokens(folder: Path, config: JsonObject) -> dict[str, str]:
         value = source.get(name)
         # Older files store a token with its matching options.
         content = value.get("content") if isinstance(value, dict) else value
-        if isinstance(content, str):
+        if isinstance(content, str) and content == content.encode(errors="ignore").decode():
             tokens[name] = content
         elif content is not None:
-            source.fail(name, "a string, or an object with a string content")
+            source.fail(name, "a string of valid Unicode, or an object with such a content")
     return tokens
 
 
