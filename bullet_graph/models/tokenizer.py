@@ -36,7 +36,7 @@ _DEADLINE = "time limit"
 """Of no variable that a template can name."""
 
 _TEMPLATE_FILES = {"default": "chat_template.jinja", "tool_use": "additional_chat_templates/tool_use.jinja"}
-_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
+_SPECIAL_TOKENS = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "pad", "sep", "cls", "mask"))
 
 _TURN_BEGINS, _TURN_ENDS = "<|im_start|>", "<|im_end|>"
 _LETTERS = "etaoinshrdlucmfw"

@@ -258,10 +258,10 @@ def test_named_templates(tmp_path: Path) -> None:
 
 
 def test_special_tokens_of_older_folders(tmp_path: Path) -> None:
-    write_config(tmp_path, bos_token="<new>", chat_template="{{ bos_token }}{{ eos_token }}")
+    write_config(tmp_path, bos_token="<new>", sep_token="<s>", chat_template="{{ bos_token + eos_token + sep_token }}")
     older = {"bos_token": "<old>", "eos_token": {"content": "<end>", "lstrip": False}}
     (tmp_path / "special_tokens_map.json").write_text(json.dumps(older))
-    assert read(tmp_path).apply_chat_template(MESSAGES) == "<new><end>"
+    assert read(tmp_path).apply_chat_template(MESSAGES) == "<new><end><s>"
 
 
 def test_special_tokens_may_be_words_of_the_vocabulary(tmp_path: Path) -> None:
