@@ -61,37 +61,43 @@ class DetokenizeStream:
     def __init__(self, tokenizer: tokenizers.Tokenizer, special_ids: Set[int]) -> None:
         self._tokenizer = tokenizer
         self._special_ids = special_ids
-        self._stream = DecodeStream(skip_special_tokens=False)
-        self._pending_ids: list[int] = []
+        self._restart()
 
     def push(self, token_id: int) -> str:
         """The text that the next token adds, "" while a character is incomplete.
 
         A special token adds nothing. Nor does an id outside the vocabulary: models often pad their embeddings.
         """
-        # The library would keep special tokens until the next text and decode them all again at each step:
+        # The library would keep tokens without text until the next text and decode them all again at each step:
         # quadratic in an output that goes on after its end-of-sequence token.
-        if token_id in self._special_ids:
+        if token_id in self._special_ids or self._tokenizer.id_to_token(token_id) is None:
             return ""
         self._pending_ids.append(token_id)
         try:
             text = self._stream.step(self._tokenizer, token_id)
         except Exception:
             # The library raises a bare Exception when new bytes would change text already given: a new stream goes on.
-            pending_ids, self._pending_ids = self._pending_ids, []
-            self._stream = DecodeStream(skip_special_tokens=False)
-            return "".join(self.push(pending_id) for pending_id in pending_ids)
+            return self._restart(self._pending_ids)
         if text is None:
-            return ""
+            return "" if len(self._pending_ids) % 64 else self._give_up()
         self._pending_ids.clear()
         return text
 
+    def _give_up(self) -> str:
+        """The text of pending ids but the last few, which no character is longer than; "" where it depends on those."""
+        ids, decode = self._pending_ids, partial(self._tokenizer.decode, skip_special_tokens=False)
+        for end in range(-4, -8, -1):
+            if (text := decode(ids[:end])) + decode(ids[end:]) == decode(ids):
+                return text + self._restart(ids[end:])
+        return ""
+
+    def _restart(self, ids: Sequence[int] = ()) -> str:
+        self._pending_ids, self._stream = list[int](), DecodeStream(skip_special_tokens=False)
+        return "".join(map(self.push, ids))
+
     def flush(self) -> str:
         """The end of the text: held-back bytes that never became a character, each as U+FFFD."""
-        text = self._tokenizer.decode(self._pending_ids, skip_special_tokens=False)
-        self._pending_ids.clear()
-        self._stream = DecodeStream(skip_special_tokens=False)
-        return text
+        return self._tokenizer.decode(self._pending_ids, skip_special_tokens=False) + self._restart()
 
 
 class Tokenizer:

@@ -152,7 +152,7 @@ class ToolCallParser:
     def _text(self) -> bool:
         words, mark, rest = self._rest.partition(self._form.begin) if self._form.begin else (self._rest, "", "")
         if mark:
-            self._enter_calls(mark)
+            self._mode, self._lead, self._is_first = self._between, mark, True
         else:
             kept = next((n for n in range(len(self._form.begin) - 1, 0, -1) if words.endswith(self._form.begin[:n])), 0)
             words, rest = words[: len(words) - kept], words[len(words) - kept :]
@@ -189,7 +189,7 @@ class ToolCallParser:
         if mark == self._form.end:
             self._mode = self._text
         else:
-            self._enter_calls(mark)
+            self._mode, self._lead, self._is_first = self._between, mark, True
         return True
 
     def _head(self) -> bool:
@@ -215,13 +215,10 @@ class ToolCallParser:
         self._tell(None, None, self._rest[:end])
         self._rest = "" if end is None else self._rest[end:]
         if end is not None:
-            self._end_call()
+            self._mode, self._after_call = self._between, True
         return end is not None
 
     # ----
-
-    def _enter_calls(self, mark: str) -> None:
-        self._mode, self._lead, self._is_first = self._between, mark, True
 
     def _no_call(self) -> bool:
         """What has come since the mark is text, and so is all that follows up to the next mark."""
@@ -234,9 +231,6 @@ class ToolCallParser:
         self._scan, self._mode = _Scan(), self._arguments
         self.num_calls += 1
         self._tell("".join(secrets.choice(_ID_CHARACTERS) for _ in range(_ID_LENGTH)), name, "")
-
-    def _end_call(self) -> None:
-        self._mode, self._after_call = self._between, True
 
     def _complete(self, held: str) -> None:
         """Tell a whole object whose head is not the usual one, if it is a call."""
@@ -255,7 +249,7 @@ class ToolCallParser:
             return
         self._begin_call(name)
         self._tell(None, None, arguments if isinstance(arguments, str) else json.dumps(arguments or {}))
-        self._end_call()
+        self._mode, self._after_call = self._between, True
 
     def _tell(self, call_id: str | None, name: str | None, arguments: str) -> None:
         if self._most_calls is None or self.num_calls <= self._most_calls:

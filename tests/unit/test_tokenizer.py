@@ -146,17 +146,17 @@ def test_streamed_text_is_the_text(tokenizer: Tokenizer, text: str) -> None:
     assert all(ours == theirs for ours, theirs in pieces), "streams are independent"
 
 
-@given(ids=st.lists(st.integers(0, 330)))
-def test_stream_equals_decode_for_any_ids(tokenizer: Tokenizer, ids: list[int]) -> None:
-    assert streamed(tokenizer, ids) == tokenizer.decode(ids)
+@given(ids=st.lists(st.integers(0, 330)), times=st.sampled_from([1, 80]))
+def test_stream_equals_decode_for_any_ids(tokenizer: Tokenizer, ids: list[int], times: int) -> None:
+    assert streamed(tokenizer, ids * times) == tokenizer.decode(ids * times)
 
 
-def test_stream_cost_does_not_grow_after_the_end_of_sequence(tokenizer: Tokenizer) -> None:
-    stream = tokenizer.stream()
-    start = time.perf_counter()
-    assert not any(stream.push(EOS_TOKEN_ID) for _ in range(20_000))
-    assert time.perf_counter() - start < 2
+def test_stream_cost_does_not_grow_where_there_is_no_text(tokenizer: Tokenizer) -> None:
+    stream, start = tokenizer.stream(), time.perf_counter()
+    assert not any(stream.push(token_id) for token_id in (EOS_TOKEN_ID, 310) * 20_000)
     assert stream.push(tokenizer.encode("x")[-1]) == "x"
+    assert set("".join(map(stream.push, tokenizer.encode("🙂")[1:2] * 20_000))) == {"\ufffd"}
+    assert time.perf_counter() - start < 2
 
 
 def byte_fallback_tokenizer() -> Tokenizer:
