@@ -121,6 +121,7 @@ def test_transformers_5_layout_reads_the_same(tmp_path: Path) -> None:
 
 
 WINDOW = {"use_sliding_window": True, "sliding_window": 99, "max_window_layers": 20}
+MIXED = ["sliding_attention", "full_attention"]
 UNSCALED = {"rope": Rope(500000.0)}
 
 
@@ -141,16 +142,13 @@ UNSCALED = {"rope": Rope(500000.0)}
         (LLAMA, {"torch_dtype": ABSENT}, {"dtype": "float32"}),
         (MISTRAL, {}, {"layer_windows": (4096,) * 32, "windows": (4096,) * 32}),
         (MISTRAL, {"sliding_window": None}, {"layer_windows": (), "windows": (None,) * 32}),
+        (MISTRAL, {"layer_types": MIXED * 16}, {"layer_windows": (4096, None) * 16}),
         (changed(MISTRAL, sliding_window=ABSENT), {}, {"layer_windows": (4096,) * 32}),
         (QWEN3, {"sliding_window": 99, "layer_types": ["sliding_attention"] * 28}, {"layer_windows": ()}),
         (QWEN3, WINDOW | {"sliding_window": None}, {"layer_windows": ()}),
         (QWEN3, WINDOW, {"layer_windows": (None,) * 20 + (99,) * 8}),
         (QWEN3, WINDOW | {"max_window_layers": 0, "sliding_window": ABSENT}, {"layer_windows": (4096,) * 28}),
-        (
-            QWEN3,
-            WINDOW | {"layer_types": ["sliding_attention", "full_attention"] * 14},
-            {"layer_windows": (99, None) * 14},
-        ),
+        (QWEN3, WINDOW | {"layer_types": MIXED * 14}, {"layer_windows": (99, None) * 14}),
         # An explicit head_dim needs no hidden size that the heads divide.
         (QWEN3, {"hidden_size": 1000}, {"head_dim": 128, "q_size": 2048, "kv_size": 1024}),
     ],

@@ -86,9 +86,9 @@ def read_granite(config: JsonObject) -> ModelConfig:
 
 
 def read_mistral(config: JsonObject) -> ModelConfig:
-    """As Llama, without scaled RoPE; some models attend to a window of the last tokens, in all layers."""
-    # As Hugging Face's config class: 4096 by default, null means none, and all layers are alike.
-    values = {"sliding_window": 4096, **config.values, "layer_types": None}
+    """As Llama, without scaled RoPE; some models attend to a window of the last tokens, Ministral in some layers."""
+    # As Hugging Face's config class: 4096 by default, null means none, and without layer_types all layers are alike.
+    values = {"sliding_window": 4096, **config.values}
     return read_dense_config(replace(config, values=values), slides=lambda _: True)
 
 
