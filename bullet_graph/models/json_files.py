@@ -54,7 +54,7 @@ class JsonObject:
         ``at_most`` bounds an int; None: by what 32 bits hold.
         """
         value = default if self.get(key) is None else self.get(key)
-        if kind is float and type(value) is int and abs(value) <= MAX_INT:
+        if kind is float and type(value) is int and abs(value) < 2**63:
             value = float(value)
         if type(value) is not kind or (kind in (int, float) and not 0 < value < math.inf):
             self.fail(key, _REQUIRED[kind])

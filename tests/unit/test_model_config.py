@@ -132,6 +132,7 @@ UNSCALED = {"rope": Rope(500000.0)}
         (LLAMA, {"rope_scaling": {"rope_type": "default"}}, UNSCALED),
         (LLAMA, {"rope_scaling": None, "partial_rotary_factor": 1.0}, UNSCALED),
         (LLAMA, {"rope_scaling": ABSENT, "rope_theta": ABSENT}, {"rope": Rope(10000.0)}),
+        (LLAMA, {"rope_scaling": ABSENT, "rope_theta": 3580165449}, {"rope": Rope(3580165449.0)}),
         *(
             (LLAMA, {"rope_scaling": ABSENT, "rope_parameters": rope}, {"rope": Rope(7e4)})
             for rope in ({"rope_type": "default", "rope_theta": 7e4}, {"rope_theta": 7e4})
