@@ -224,5 +224,4 @@ class BlockPool:
         listed = columns < (skipped + counts)[:, None]
         if since is not None:
             listed &= columns >= skipped[:, None]
-        indices = self._table[:, : len(columns)][slots][listed]
-        return firsts * np.int32(self.block_tokens), indptr_of(counts), indices
+        return firsts * np.int32(self.block_tokens), indptr_of(counts), self._table[:, : len(columns)][slots][listed]

@@ -19,7 +19,6 @@ from bullet_graph.sampling_params import StructuredOutputs
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher, LLTokenizer
 
-
 _LIMITS: Any = {"initial_lexer_fuel": 50_000, "step_lexer_fuel": 50_000, "max_lexer_states": 50_000}
 """Costs of a grammar and of a mask, beyond which llguidance refuses them. Its own limits let a regular expression such
 as ``(a{300}){300}`` hold the engine's loop for 50 ms at every token; these are as kind to published schemas."""

@@ -35,7 +35,6 @@ PLAN_DTYPES = tuple(name for name in get_args(DtypeName) if name != "auto")
 FORMAT = "bullet_graph capture plan"
 VERSION = 1
 
-
 _LINE_CHARS = 100
 _CLOSED = ConfigDict(extra="forbid")
 

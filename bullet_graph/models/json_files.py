@@ -73,8 +73,7 @@ class JsonObject:
 
     def with_defaults(self, **defaults: object) -> "JsonObject":
         """The object with a value for each of these keys that is missing."""
-        missing = {key: value for key, value in defaults.items() if self.get(key) is None}
-        return self.with_values(**missing)
+        return self.with_values(**{key: value for key, value in defaults.items() if self.get(key) is None})
 
     def with_values(self, **values: object) -> "JsonObject":
         """The object with these values, whatever it has for their keys; None: as if the key were missing."""

@@ -25,7 +25,6 @@ PREFIX = "bullet_graph:"
 LIVE_WINDOW_S = 60.0
 """The live page shows percentiles of the requests that ended in this time."""
 
-
 # Upper bounds of histogram buckets: vLLM's, with finer ones below for single tokens.
 _FIRST_TOKEN_BUCKETS_S = (
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0,

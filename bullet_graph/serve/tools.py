@@ -152,7 +152,7 @@ class ToolCallParser:
     def _text(self) -> bool:
         words, mark, rest = self._rest.partition(self._form.begin) if self._form.begin else (self._rest, "", "")
         if mark:
-            self._mode, self._lead, self._is_first = self._between, mark, True
+            self._enter_calls(mark)
         else:
             kept = next((n for n in range(len(self._form.begin) - 1, 0, -1) if words.endswith(self._form.begin[:n])), 0)
             words, rest = words[: len(words) - kept], words[len(words) - kept :]
@@ -189,7 +189,7 @@ class ToolCallParser:
         if mark == self._form.end:
             self._mode = self._text
         else:
-            self._mode, self._lead, self._is_first = self._between, mark, True
+            self._enter_calls(mark)
         return True
 
     def _head(self) -> bool:
@@ -219,6 +219,9 @@ class ToolCallParser:
         return end is not None
 
     # ----
+
+    def _enter_calls(self, mark: str) -> None:
+        self._mode, self._lead, self._is_first = self._between, mark, True
 
     def _no_call(self) -> bool:
         """What has come since the mark is text, and so is all that follows up to the next mark."""
