@@ -130,7 +130,7 @@ class CaptureUsage:
         decode_sms = lane_sms(placement.partition)
         if placement.lane == "decode":
             sizes = self.steps.setdefault(PIECEWISE if work.tokens else decode_sms, {})
-            sizes.setdefault(work.tokens + work.batch_size, []).append(record)
+            sizes.setdefault(max(work.tokens + work.batch_size, placement.least_rows), []).append(record)
         elif decode_sms is not None:
             num_layers = self.model.num_layers
             last = num_layers if placement.last_layer is None else placement.last_layer
