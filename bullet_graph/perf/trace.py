@@ -169,8 +169,7 @@ _RECORDS: Mapping[str, TypeAdapter[_Record]] = MappingProxyType(
 def read_trace(path: Path) -> Trace:
     """Read a trace file; a warm-up, and a last line that a crash cut short, are left out, with a note.
 
-    Raises TraceError, with the file and line, for a file that cannot be read, is no trace or another version's, or is
-    broken.
+    Raises TraceError, with file and line, for what cannot be read, is no trace or another version's, or is broken.
     """
     header: TraceHeader | None = None
     decisions: dict[int, Decision] = {}
@@ -206,14 +205,15 @@ def read_trace(path: Path) -> Trace:
         raise TraceError(f"{path}: the file is empty; name a file that bullet-graph's --trace-decisions wrote")
     if pending:
         notes.append(f"launches that were never seen to end, and are left out: {len(pending)}")
-    starts = [d.time_s for d in [*decisions.values()][:1]] + [x.time_s for x in launches[:1]]
-    measured = [r for r in requests if not r.request_id.startswith(WARMUP_PREFIX)]
-    if 0 < len(measured) < len(requests):
-        notes.append(f"requests of the warm-up, left out with all that came before: {len(requests) - len(measured)}")
-        requests, starts = measured, []
+    warm_up, warm_s = [r for r in requests if r.request_id.startswith(WARMUP_PREFIX)], -math.inf
+    if 0 < len(warm_up) < len(requests):
+        notes.append(f"requests of the warm-up, left out with all that came before: {len(warm_up)}")
+        warm_s = max(r.arrival_s + (r.token_us or (0,))[-1] / 1e6 for r in warm_up)
+        requests = [r for r in requests if not r.request_id.startswith(WARMUP_PREFIX)]
+    made = tuple(d for d in decisions.values() if d.time_s > warm_s)
+    begun = tuple(x for x in launches if x.time_s > warm_s)
+    starts = [d.time_s for d in made[:1]] + [x.time_s for x in begun[:1]]
     start_s = min(starts + [r.arrival_s for r in requests], default=0.0)
-    made = tuple(d for d in decisions.values() if d.time_s >= start_s)
-    begun = tuple(x for x in launches if x.time_s >= start_s)
     return Trace(header, made, begun, tuple(requests), tuple(notes), start_s, max(last_s, start_s))
 
 

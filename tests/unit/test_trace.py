@@ -404,6 +404,8 @@ def test_the_warm_up_is_left_out(tmp_path: Path) -> None:
     note = "requests of the warm-up, left out with all that came before: 1"
     assert read_trace(path) == replace(read_run(tmp_path, asked), notes=(note,))
     assert len(read_trace(write(path, [RUN_HEADER, *warm_up])).requests) == 1, "nothing else was asked for"
+    later = read_trace(write(path, [RUN_HEADER, *warm_up, *RUN[1:], request("1", [1.0], arrival_s=100.39)]))
+    assert (later.start_s, len(later.launches)) == (100.0, 4), "another came first, and has not ended"
 
 
 def test_a_trace_in_which_nothing_happened(tmp_path: Path) -> None:
