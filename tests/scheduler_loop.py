@@ -16,7 +16,6 @@ from bullet_graph.sampling_params import SamplingParams
 BLOCK_TOKENS = 4
 MAX_MODEL_LEN = 40
 
-
 LANES_AT_ONCE = "lanes"
 """The policy of a loop that keeps decode rows on one lane and prompts on the other."""
 

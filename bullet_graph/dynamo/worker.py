@@ -162,7 +162,8 @@ class BulletGraphEngine(LLMEngine):  # type: ignore[misc]
             if not context.is_killed():
                 yield {**CANCELLED}
         except Exception as error:
-            meter.end(None if isinstance(error, RequestError | LateError | ApiError) else "error")
+            is_cut = isinstance(error.__context__, EngineDeadError)  # in a drain, the gate tells that as an ApiError
+            meter.end(None if isinstance(error, RequestError | LateError | ApiError) and not is_cut else "error")
             raise _as_dynamo_error(error) from error
         finally:
             meter.end("abort")

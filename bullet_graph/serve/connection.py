@@ -142,10 +142,9 @@ class LimitedConnection(HttpToolsProtocol):
         """Send an error, unless it would end up inside another answer, and close the connection."""
         if not (self._answering() or self.transport.is_closing()):
             body, tally = error.json(), Tally()
-            head = error.headers | {"Content-Type": "application/json", "Connection": "close"}
-            head["X-Request-Id"] = tally.request_id
-            lines = [f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}"]
-            lines += [f"{name}: {value}" for name, value in (head | {"Content-Length": len(body)}).items()]
+            head = error.headers | {"Content-Type": "application/json", "Content-Length": str(len(body))}
+            head |= {"Connection": "close", "X-Request-Id": tally.request_id}
+            lines = [f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}", *map(": ".join, head.items())]
             self.transport.write("\r\n".join([*lines, "\r\n"]).encode() + body)
             method, url = (self.parser.get_method().decode(), self.url) if self._in_head and self.url else ("-", b"-")
             tally.log(logging.INFO, self.client, method, url, error.status, 0.0)

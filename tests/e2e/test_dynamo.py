@@ -364,7 +364,7 @@ async def test_errors_are_told_as_dynamo_takes_them(monkeypatch: pytest.MonkeyPa
     assert (engine.failure, engine.stuck) == (None, False)
 
 
-async def test_an_abort_ends_a_request_that_waits_for_its_next_token(gate: Gate) -> None:
+async def test_an_abort_or_the_end_of_a_drain_ends_a_request_that_waits_for_its_next_token(gate: Gate) -> None:
     engine = made(warmup=False)
     await engine.start(1)
     task = asyncio.create_task(chunks_of(engine, 100))
@@ -374,8 +374,14 @@ async def test_an_abort_ends_a_request_that_waits_for_its_next_token(gate: Gate)
     chunks = await asyncio.wait_for(task, 20)
     assert chunks[-1] == {"token_ids": [], "index": 0, "finish_reason": "cancelled"}
     assert await chunks_of(engine, 100, stopped=True) == [], "it was aborted before it came"
+    task = asyncio.create_task(chunks_of(engine, 100))
+    await asyncio.sleep(0.1)
+    cleanup = asyncio.create_task(engine.cleanup())
+    with pytest.raises(EngineShutdown, match="--shutdown-timeout"):
+        await task
+    assert engine._metrics.ends["error"] == 1
     gate.open()
-    await engine.cleanup()
+    await cleanup
 
 
 async def test_a_failed_engine_ends_its_worker(monkeypatch: pytest.MonkeyPatch) -> None:

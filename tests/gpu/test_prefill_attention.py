@@ -25,7 +25,6 @@ DEVICE = torch.device("cuda")
 UNUSED = torch.empty(0)
 NUM_BLOCKS, BLOCK_TOKENS, MAX_LEN, LAYER = 1500, 16, 8192, 1
 
-
 MODELS = {
     "heads of 128": PRESETS["llama-3.1-8b"],
     "heads of 64": PRESETS["llama-3.2-1b"],

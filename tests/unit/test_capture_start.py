@@ -198,7 +198,6 @@ def test_what_cannot_be_compiled_ahead_is_not_built(tmp_path: Path, monkeypatch:
 
 MODULE = "flashinfer/fa3_bfloat16_128.so"
 
-
 RUNTIME: Any = SimpleNamespace(device=torch.device("cuda"), dtype=torch.bfloat16, model=LLAMA)
 
 

@@ -12,7 +12,6 @@ from torch.utils._pytree import tree_leaves
 
 pytest.importorskip("triton", reason="Triton is published for Linux only")
 
-
 from bullet_graph.graphs import compiled
 from bullet_graph.kernels.ops import TorchOps
 from bullet_graph.kernels.triton_ops import TritonOps

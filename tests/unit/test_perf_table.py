@@ -307,7 +307,6 @@ def test_every_shipped_table_can_be_read() -> None:
 
 # ---- arithmetic of bytes, experts, waves and times: by hand, near to an H200's measurements, and sound elsewhere ----
 
-
 SMALL = PRESETS["qwen3-0.6b"]
 COUNTED = replace(
     LLAMA_8B, vocab_size=100, hidden_size=8, intermediate_size=20, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=5
