@@ -207,11 +207,10 @@ async def _in_time(awaitable: Awaitable[object], limit_s: float) -> bool:
 def _as_dynamo_error(error: Exception) -> Exception:
     """The error that tells Dynamo's frontend what to answer."""
     told = ApiError.of(error)
-    message, meant = told.body["error"]["message"], InvalidArgument
+    meant: Callable[..., Exception] = InvalidArgument
     if told.status == HTTPStatus.SERVICE_UNAVAILABLE:
         # The frontend then stops asking this worker. A full queue (429) must not do that.
         meant = EngineShutdown
     elif told.status >= HTTPStatus.TOO_MANY_REQUESTS:
         meant = partial(HttpError, told.status)
-    answer: Exception = meant(message)
-    return answer
+    return meant(told.body["error"]["message"])

@@ -23,6 +23,7 @@ from bullet_graph.serve.app import create_app
 from bullet_graph.serve.connection import LimitedConnection
 from bullet_graph.serve.limits import Drained
 from bullet_graph.serve.settings import ServeSettings
+from bullet_graph.slo import Slo
 
 LAST_WORDS_S = 10
 """After the drain, for answers to reach their clients; then connections are cut."""
@@ -147,7 +148,7 @@ def run_server(
     thresholds = gc.get_threshold()
 
     def started() -> None:
-        # To scan what stays again and again would pause streams. Earlier, a KeyboardInterrupt meanwhile would be lost.
+        # Scans of what stays would pause streams. Before the server has its handlers, gc drops a KeyboardInterrupt.
         gc.collect()
         gc.freeze()
         gc.set_threshold(_COLLECT_EVERY, *thresholds[1:])
@@ -170,12 +171,12 @@ def url_of(listener: socket.socket) -> str:
 
 async def warm_up(engine: AsyncEngine) -> None:
     """Serve a few requests, so that kernels compiled on first use are ready before clients come."""
-    limit = engine.engine.max_model_len
     params = SamplingParams(temperature=0, max_tokens=_WARMUP_OUTPUT_TOKENS, ignore_eos=True)
-    lengths = [tokens for tokens in _WARMUP_PROMPT_TOKENS if tokens + _WARMUP_OUTPUT_TOKENS <= limit]
+    lengths = [n for n in _WARMUP_PROMPT_TOKENS if n + _WARMUP_OUTPUT_TOKENS <= engine.engine.max_model_len]
 
     async def serve(num_tokens: int) -> None:
-        async for _ in engine.generate([1] * num_tokens, params, request_id=f"{WARMUP_PREFIX}{num_tokens}"):
+        request_id, unhurried = f"{WARMUP_PREFIX}{num_tokens}", Slo(ttft_ms=1e9)  # which reject_late never refuses
+        async for _ in engine.generate([1] * num_tokens, params, request_id=request_id, slo=unhurried):
             pass
 
     # The first structured output makes its library read the tokenizer, which would stall all others for up to a second.

@@ -375,7 +375,8 @@ def test_an_address_in_use_is_told_before_anything_is_loaded() -> None:
 
 @pytest.mark.parametrize("max_model_len", [4, 64])
 async def test_the_warm_up_leaves_nothing_behind(max_model_len: int) -> None:
-    async with AsyncEngine(make_engine(max_model_len=max_model_len)) as engine:
+    hurry = {"perf_table": "roofline", "reject_late": 1, "slo": Slo(ttft_ms=1e-6)}
+    async with AsyncEngine(make_engine(max_model_len=max_model_len, **hurry)) as engine:
         await warm_up(engine)
         assert engine.stats.kv_blocks_used == 0
         assert (engine.stats.num_steps > 0) == (max_model_len > 4)

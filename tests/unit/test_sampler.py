@@ -114,7 +114,6 @@ def test_uniform_numbers_are_philox_of_seed_position_and_token(seed: int, positi
 
 # ---- choice ----
 
-
 GRID = st.integers(-6, 6).map(lambda n: n / 2)
 
 
