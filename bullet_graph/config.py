@@ -399,7 +399,7 @@ class EngineConfig:
 
     @property
     def max_forward_rows(self) -> int:
-        """Most rows of a forward, prompt and decode rows together; 16 prompt rows may always join decode rows."""
+        """Most rows of a forward. At least 16 prompt rows (the planner's ``row_step``) may join those that decode."""
         return max(self.chunk_tokens, 16) + self.max_num_seqs
 
 

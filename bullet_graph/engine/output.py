@@ -60,7 +60,7 @@ class RequestOutput:
     ``prompt_logprobs`` of a finished request that asked for them: None for the prompt's first token, then an entry for
     each. ``num_cached_tokens`` of its prompt came from the prefix cache (those of the first sample).
     ``error`` says why ``generate`` refused a request of a batch, which then has no ``outputs``, or why a structured
-    output ended with the reason ``error``.
+    output ended with the reason ``error``; the request's other outputs may still run.
     """
 
     request_id: str

@@ -84,7 +84,7 @@ class DetokenizeStream:
         return text
 
     def _give_up(self) -> str:
-        """The text of pending ids but the last few, which no character is longer than; "" where it depends on those."""
+        """The text of pending ids but the last 4 to 7, as a character has at most 4 bytes; "" if it depends on them."""
         ids, decode = self._pending_ids, partial(self._tokenizer.decode, skip_special_tokens=False)
         for end in range(-4, -8, -1):
             if (text := decode(ids[:end])) + decode(ids[end:]) == decode(ids):
