@@ -89,7 +89,8 @@ def _goodput_row(task: Task, share: float) -> Row | None:
     here, there, ceiling = own.goodput.rate, best.goodput.rate, max(one.goodput.below or math.inf for one in peers)
     if here is None or (there is None and ceiling == math.inf):
         return None
-    least = here / (there if there and ceiling <= (1 + best.tolerance) * there else ceiling) or math.inf
+    most = there if there and ceiling <= (1 + best.tolerance) * there else ceiling  # that the peer's goodput can be
+    least = math.inf if most == math.inf else here / most
     if there is None:
         ratio, shown = f"> {least:.2f}×", f"< {ceiling:.3g}/s"
     elif ceiling == math.inf:
@@ -394,8 +395,9 @@ def make_report(sources: Sequence[Source], folder: str, pictures: str, simulatio
         driver=newest.get("driver_version", "unknown"),
         versions=", ".join(f"{n} {versions[n]}" for n in ("torch", "triton", "flashinfer") if versions.get(n)),
     )
+    tasks = tasks_of(sources)
     lines = [
-        head + TABLE + "\n".join(map(str, headlines(sources, tasks := tasks_of(sources)))) + "\n",
+        head + TABLE + "\n".join(map(str, headlines(sources, tasks))) + "\n",
         f"Least ratios in bf16 on average, by each load's better peer: {', '.join(least_ratios(tasks)) or '-'}.\n",
         *(f"![{text}]({pictures}/{name})" for name, text in PLOTS.items()),
         *other_gpus(simulations.parent, folder),
