@@ -329,7 +329,7 @@ class OutputFolder:
                     output.write(sources[place.path].read(place.length))
             output.flush()
             os.fsync(output.fileno())
-        for part in parts:
-            part.unlink()
+        for left in (*parts, *self.path.glob(f".{OUTPUT_NAME}.*.tmp")):  # those of a process that was killed here
+            left.unlink()
         self.refresh()
         return target
