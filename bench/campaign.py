@@ -53,15 +53,14 @@ class Outcome:
 
 
 def read_campaign(path: Path) -> tuple[Job, ...]:
-    """The jobs of a file.
-
-    Raises:
-        ConfigError: it cannot be read, or is no campaign.
-    """
+    """The jobs of a file; ConfigError if it cannot be read, or is no campaign."""
     try:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
         jobs = tuple(Job(job["name"], tuple(job["commands"])) for job in content["job"])
-    except (OSError, tomllib.TOMLDecodeError, KeyError, TypeError) as error:
+        for job in jobs:
+            for command in job.commands:
+                shlex.split(command)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(
             f"{path} is no campaign: it needs [[job]] tables, each with a name and a list of commands ({error!r})"
         ) from error

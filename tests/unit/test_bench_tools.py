@@ -77,14 +77,15 @@ def test_an_interrupt_ends_what_runs_and_begins_nothing(tmp_path: Path) -> None:
 
 
 def test_a_campaign_of_a_file_is_run_and_told(tmp_path: Path) -> None:
-    path = tmp_path / "campaign.toml"
-    path.write_text("[[job]]\nname='a'\ncommands=['python -V']")
+    path, job = tmp_path / "campaign.toml", "[[job]]\nname='a'\ncommands=['%s']\n"
+    path.write_text(job % "python -V")
     result = CliRunner().invoke(main, [str(path), "--results", str(tmp_path / "r"), "--gpus", "cpu"])
     assert result.exit_code == 0, result.output
     assert len(json.loads((tmp_path / "r" / "campaign.json").read_text())) == 1
-    path.write_text("[[job]]\nname='a'\ncommands=['x']\n[[job]]\nname='a'\ncommands=['y']")
-    with pytest.raises(ConfigError, match="different names"):
-        read_campaign(path)
+    for text, told in (((job % "x") + (job % "y"), "different names"), (job % 'echo "', "No closing quotation")):
+        path.write_text(text)
+        with pytest.raises(ConfigError, match=told):
+            read_campaign(path)
 
 
 def written_commands() -> list[str]:
