@@ -165,8 +165,8 @@ class CaptureStore:
             )
         return Entry(folder, manifest, datetime.fromtimestamp(status.st_mtime, UTC), rejection)
 
-    def find(self, fingerprint: Mapping[str, str], plan: Mapping[str, Any] | None) -> Lookup:
-        """Look for an entry; ``plan`` None accepts any plan."""
+    def find(self, fingerprint: Mapping[str, str], plan: Mapping[str, Any]) -> Lookup:
+        """Look for the entry of a fingerprint and a plan."""
         entries, damaged = self.entries()
         found: list[tuple[Entry, tuple[manifests.Difference, ...]]] = []
         for entry in entries:

@@ -84,7 +84,7 @@ class DetokenizeStream:
         return text
 
     def _give_up(self) -> str:
-        """The text of pending ids but the last 4 to 7, as a character has at most 4 bytes; "" if it depends on them."""
+        """The text of all pending ids but the last 4 to 7, as no character is longer; "" if those may change it."""
         ids, decode = self._pending_ids, partial(self._tokenizer.decode, skip_special_tokens=False)
         for end in range(-4, -8, -1):
             if (text := decode(ids[:end])) + decode(ids[end:]) == decode(ids):

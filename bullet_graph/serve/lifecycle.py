@@ -148,7 +148,7 @@ def run_server(
     thresholds = gc.get_threshold()
 
     def started() -> None:
-        # Scans of what stays would pause streams. Before the server has its handlers, gc drops a KeyboardInterrupt.
+        # Scans of objects that stay pause streams. Not before the server handles signals: gc may swallow a Ctrl-C.
         gc.collect()
         gc.freeze()
         gc.set_threshold(_COLLECT_EVERY, *thresholds[1:])
