@@ -295,14 +295,13 @@ INTRODUCTION = """# Measurements
 Written by `python -m bench.report` from `{folder}`.
 Machine: {device}, driver {driver}, {versions}. Random weights.
 
-The model is llama-3.1-8b where none is named. "Ratio" is this engine over vLLM or the named peer: high is good for
-goodput, low for times and energy. vLLM takes 512 tokens a step, all at once 8,192. Other sizes, where they ran, served
-fewer (log), but 256 more on 2 GPUs. SGLang mixes prompts with decode. This engine runs `auto`; all at once, its best
-policy. goodput_90 is the highest rate at which 90 % of requests meet both targets ("500/15 ms": of TTFT and TPOT), for
-≥ 120 s; beside it: p99 TTFT. "Later": newer runs that contradict it. Gaps are exponential, or gamma of shape
-"burstiness". Chats come at 86 to 90 % of their rate. "<": it failed there, the ratio is a bound; "≥": no higher rate
-ran. "Worse here": by over 2 % at the highest load of both ("4/s (99 and 34 %)": on time here and there). Near its
-goodput a queue grows. Cards differ by 6 %. Most files predate the engine.
+Unnamed models are llama-3.1-8b. "Ratio" is this engine over vLLM or the named peer: high is good for goodput, else
+low. vLLM takes 512 tokens a step (70B also 256), all at once 8,192; other sizes served fewer (log). SGLang mixes
+prompts with decode. Here `auto` runs; all at once, the best policy. goodput_90 is the highest rate at which 90 % of
+requests meet both targets ("500/15 ms": of TTFT and TPOT), for ≥ 120 s; beside it: p99 TTFT. "Later": newer runs that
+contradict it. Gaps are exponential, or gamma of shape "burstiness". Chats come at 86 to 90 % of their rate. "<": it
+failed there, the ratio is a bound; "≥": no higher rate ran. "Worse here": by over 2 % at the highest load of both (in
+brackets: on time here and there). Cards differ by 6 %. Most files predate the engine.
 
 ## Headline figures
 
@@ -348,7 +347,7 @@ two columns. The H100's chats are older than waits for room.
 FILES = """
 ## Files
 
-These have no command (`argv`):
+Without a command (`argv`):
 """
 
 
