@@ -179,7 +179,7 @@ class _FleetCommand(Tool, GoodputCommand):
 @click.option(
     "--router", type=click.Choice(["prefix", "least-load"]), default="prefix", help="How requests are routed."
 )
-@click.option("--rate-per-machine", type=click.FloatRange(min=0, min_open=True), help="Requests per second and GPU.")
+@click.option("--rate-per-machine", type=click.FloatRange(0, 1e4, min_open=True), help="Requests per second and GPU.")
 @click.option("--sweep", is_flag=True, help="Find the goodput_90 per GPU of each system instead.")
 @click.option(
     "--sample-machines", type=COUNT, default=4, help="GPUs of each fleet that are simulated; all are routed to."

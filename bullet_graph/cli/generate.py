@@ -115,9 +115,9 @@ def _read_texts(texts: tuple[str, ...], ids: tuple[Any, ...], prompt_file: Path 
         if not prompts and not ids:
             raise PromptError(f"{prompt_file}: at least one line with a prompt is required, found none")
     elif not texts and not ids:
-        if sys.stdin.isatty():
-            raise click.UsageError("give a prompt: --prompt, --prompt-ids, --prompt-file or standard input")
-        prompts = [_decode(sys.stdin.buffer.read(), "standard input").removesuffix("\n")]
+        prompts = ["" if sys.stdin.isatty() else _decode(sys.stdin.buffer.read(), "standard input").removesuffix("\n")]
+        if prompts == [""]:
+            raise PromptError("found no prompt: give --prompt, --prompt-ids, --prompt-file or text on standard input")
     return prompts
 
 

@@ -145,8 +145,8 @@ class Arrivals:
         return self._recorded(workload) if rate is None else self._drawn(workload, rate)
 
     def _recorded(self, workload: Workload) -> Times:
-        if not (math.isfinite(self.time_scale) and self.time_scale > 0):
-            raise ConfigError(f"the scale of a trace's times must be a finite number above 0, got {self.time_scale}")
+        if not 1e-9 <= self.time_scale <= 1e9:
+            raise ConfigError(f"the scale of a trace's times must be from 1e-9 to 1e9, got {self.time_scale}")
         times = [request.arrival_s for request in workload.requests]
         if None in times:
             raise WorkloadError(
@@ -160,8 +160,8 @@ class Arrivals:
         if self.seed < 0:
             raise ConfigError(f"arrivals need a seed of at least 0, got {self.seed}")
         for name, value in (("request_rate", request_rate), ("burstiness", self.burstiness)):
-            if math.isnan(value) or value <= 0:
-                raise ConfigError(f"{name} must be a number above 0, or inf, got {value}")
+            if value != math.inf and not 1e-9 <= value <= 1e9:
+                raise ConfigError(f"{name} must be a number above 0 (1e-9 to 1e9), or inf, got {value}")
         if math.isinf(request_rate):
             return np.zeros(num_requests)
         conversation = np.cumsum([request.follows is None for request in workload.requests]) - 1

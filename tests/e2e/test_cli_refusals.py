@@ -11,6 +11,7 @@ from bullet_graph.cli.bench import startup
 
 COMMANDS = {
     "generate": ("generate", *TINY, "--prompt-ids", "1"),
+    "empty stdin": ("generate", *TINY),
     "throughput": ("bench", "throughput", *TINY, "--json"),
     "latency": ("bench", "latency", *TINY),
     "online": ("bench", "online", *TINY, "--trace", "trace.csv"),
@@ -36,6 +37,7 @@ TARGETS = "--goodput ttft:500 tpot:15"
         ("generate", "--logprobs 21 --json", "logprobs"),
         ("generate", "--logprobs 1", "--json"),
         ("generate", "--chat", "--chat needs texts"),
+        ("empty stdin", "", "found no prompt: give --prompt, --prompt-ids, --prompt-file or text on standard input"),
         ("generate", "--policy solo", "unknown policy 'solo'"),
         ("generate", "--router-skew zipf", "--router-skew must be uniform, or zipf:S"),
         ("generate", "--router-skew zipf:1", "--router-skew zipf:1 is for random weights of a model of experts"),

@@ -363,14 +363,10 @@ def test_the_pattern_follows_from_the_seed_and_scales_with_the_rate() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"request_rate": 0.0}, "request_rate"),
-        ({"request_rate": -1.0}, "request_rate"),
-        ({"request_rate": math.nan}, "request_rate"),
-        ({"burstiness": 0.0}, "burstiness"),
-        ({"burstiness": math.nan}, "burstiness"),
+        *(({name: x}, name) for name in ("request_rate", "burstiness") for x in (0.0, -1.0, math.nan, 1e-308, 1e308)),
         ({"burstiness": 1e-9}, "raise the burstiness"),
         ({"seed": -1}, "seed"),
-        *(({"request_rate": None, "time_scale": x}, "scale") for x in (0.0, -1.0, math.inf, math.nan)),
+        *(({"request_rate": None, "time_scale": x}, "scale") for x in (0.0, -1.0, math.inf, math.nan, 1e-308, 1e308)),
     ],
 )
 def test_numbers_out_of_range_are_refused(settings: dict[str, float], message: str) -> None:
