@@ -1,6 +1,6 @@
 """Run a list of measurements, one job per GPU, or group of GPUs, at a time, and continue where it stopped.
 
-    python -m bench.campaign bench/campaigns/one_gpu.toml --results bench/results/h200 --time-limit-s 540
+    python -m bench.campaign bench/campaigns/one_gpu.toml --results bench/results/h200 --gpus 0,1 --time-limit-s 540
 
 A campaign is a TOML file of jobs; the commands of a job run in order on one GPU, or on a group such as 0+1.
 `{results}` in them stands for the results' folder. Commands that succeeded are listed in `campaign.json` there and not
@@ -162,12 +162,6 @@ class Campaign:
 @click.option("--only", default="", metavar="NAME,…", show_default=False, help="Run these jobs alone.")
 @click.option("--time-limit-s", type=click.FloatRange(min=0), default=float("inf"), help="Stop after this time.")
 def main(campaign: Path, results: Path, gpus: str, only: str, time_limit_s: float) -> None:
-    """Run a campaign; the same command continues it.
-
-    \b
-    Example:
-      python -m bench.campaign bench/campaigns/one_gpu.toml --results bench/results/h200 --gpus 0,1,2,3
-    """
     jobs = read_campaign(campaign)
     wanted = {name for name in only.split(",") if name}
     unknown = sorted(wanted - {job.name for job in jobs})

@@ -35,7 +35,7 @@ PROBABILITIES = (
 NUM_SHARES = 10
 
 
-@click.command(cls=Tool, help=__doc__)
+@click.command(cls=Tool)
 @click.argument("conv", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @click.argument("code", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @click.option("--output", type=FILE, default=DATA / "azure_lengths.json", help="Where the tables go.")

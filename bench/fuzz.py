@@ -36,7 +36,7 @@ from bench.server_overhead import server
 from bullet_graph.captures.archive import export_entry, import_archive
 from bullet_graph.captures.manifest import Manifest, entry_id, list_files
 from bullet_graph.captures.store import FILES_NAME, CaptureStore
-from bullet_graph.cli.result_file import to_json, write_result_file
+from bullet_graph.cli.result_file import check_result_file, to_json, write_result_file
 from bullet_graph.errors import BulletGraphError
 from bullet_graph.models.presets import PRESETS, load_model_config
 from bullet_graph.models.tokenizer import Tokenizer
@@ -383,13 +383,13 @@ def fuzz(seconds: float, seed: int, max_stall_ms: float, max_growth_mib: float) 
 
 
 @click.command(cls=Tool)
-@click.option("--seconds", default=600.0)
-@click.option("--seed", default=0)
-@click.option("--max-stall-ms", default=200.0)
-@click.option("--max-growth-mib", default=64.0)
-@click.option("--output-json", type=click.Path(path_type=Path))
+@click.option("--seconds", default=600.0, help="How long it attacks.")
+@click.option("--seed", default=0, help="Of the input.")
+@click.option("--max-stall-ms", default=200.0, help="Longest answer of `/health`.")
+@click.option("--max-growth-mib", default=64.0, help="Most growth of the server's memory.")
+@click.option("--output-json", type=click.Path(path_type=Path), help="Where the result goes.")
 def main(seconds: float, seed: int, max_stall_ms: float, max_growth_mib: float, output_json: Path | None) -> None:
-    """Attack a server and the readers of files for --seconds, and say what gave way."""
+    check_result_file(output_json, overwrite=True)
     result = fuzz(seconds, seed, max_stall_ms, max_growth_mib)
     for name, value in result.items():
         click.echo(f"{name}: {value}")

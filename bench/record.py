@@ -1,6 +1,7 @@
 """What benchmarks have in common: a command, and JSON with the command line and the provenance."""
 
 import dataclasses
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,17 @@ from bullet_graph.perf.provenance import collect_provenance
 
 
 class Tool(ErrorReporting):
-    """A benchmark's command: it has ``-h``, shows defaults, and reports errors as ``bullet-graph`` does."""
+    """A benchmark's command: it has ``-h``, shows defaults, and reports errors as ``bullet-graph`` does.
+
+    Without a docstring of its own, its help is that of its module, whose example keeps its lines.
+    """
 
     def __init__(self, *arguments: Any, **more: Any) -> None:
         super().__init__(*arguments, **more)
         self.context_settings = {"help_option_names": ["-h", "--help"], "show_default": True}
+        if self.help is None:
+            about = sys.modules[more["callback"].__module__].__doc__ or ""
+            self.help = about.replace("\n\n    ", "\n\n\b\n    ").replace("``", "`")
 
 
 def write_report(path: Path, fields: dict[str, Any], *, device: str = "cuda") -> None:

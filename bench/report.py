@@ -471,7 +471,6 @@ def _draw_on_time(searches: Sequence[Task]) -> bytes:
 @click.option("--output", type=click.Path(path_type=Path), default=BENCH / "REPORT.md", help="The report.")
 @click.option("--check", is_flag=True, help="Write nothing; exit 1 if the report on disk is another.")
 def main(results: Path, output: Path, check: bool) -> None:
-    """Write the report of the measurements in a folder."""
     pictures = output.with_name(output.stem.lower())
     sources = read_results(results)
     if not output.parent.is_dir():

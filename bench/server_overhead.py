@@ -1,6 +1,6 @@
 """The cost of the HTTP server: the same requests, at the same rate, to an engine in one process and to the server.
 
-    python -m bench.server_overhead --model llama-3.1-8b --trace azure:conv --num-prompts 600 --request-rate 16 \
+    python -m bench.server_overhead --model llama-3.1-8b --trace azure:conv --num-prompts 600 --request-rate 16 \\
         --policy mixed --output-json bench/results/h200/server_overhead.json
 
 `bullet-graph bench online` and `bullet-graph serve` with `bullet-graph bench serve` alternate `--repeats` times, each
@@ -99,15 +99,15 @@ def compare(runs: list[dict[str, dict[str, Any]]]) -> dict[str, dict[str, float 
 
 
 @click.command(cls=Tool)
-@click.option("--model", required=True)
-@click.option("--trace", default="azure:conv")
-@click.option("--num-prompts", type=int, default=600)
-@click.option("--request-rate", type=float, default=16.0)
-@click.option("--policy", default="mixed")
+@click.option("--model", required=True, help="A folder, hub id or preset, as of `bullet-graph serve`.")
+@click.option("--trace", default="azure:conv", help="As of `bullet-graph bench serve`.")
+@click.option("--num-prompts", type=int, default=600, help="Only the first N requests of the trace.")
+@click.option("--request-rate", type=float, default=16.0, help="Requests per second.")
+@click.option("--policy", default="mixed", help="How prefill and decode share the device.")
 @click.option("--slo", default="", show_default=False, help='Targets in ms, such as "ttft:500 tpot:15", of both.')
 @click.option("--engine-options", default="--max-num-seqs 256", callback=parsed_by(shlex.split), help="Of both.")
-@click.option("--repeats", type=click.IntRange(min=1), default=3)
-@click.option("--limit-percent", type=float, default=5.0)
+@click.option("--repeats", type=click.IntRange(min=1), default=3, help="Runs of each, in turn.")
+@click.option("--limit-percent", type=float, default=5.0, help="By how much the server's medians may be higher.")
 @click.option("--output-json", type=click.Path(path_type=Path, dir_okay=False, writable=True), required=True)
 def main(
     model: str,
@@ -121,7 +121,6 @@ def main(
     limit_percent: float,
     output_json: Path,
 ) -> None:
-    """Compare, and write all runs and the comparison as JSON."""
     check_result_file(output_json, overwrite=True)
     of_engine = ("--model", model, "--policy", policy, *engine_options)
     load = ("--trace", trace, "--num-prompts", str(num_prompts), "--request-rate", str(request_rate))

@@ -1,4 +1,6 @@
-"""``python -m bench.simulator_error``: simulates each sustained run that was measured, for a comparison of both.
+"""Simulate each sustained run that was measured, for a comparison of both. A run takes some 30 s.
+
+    python -m bench.simulator_error --output-json bench/results/simulated/error.json
 
 Model, workload, rate, targets, limits and KV cache are those of the measured run. Other policies are simulated as well.
 """
@@ -17,6 +19,7 @@ import click
 
 from bench.evidence import CLAIMED, Run, Source, dicts, read_results
 from bench.record import Tool, write_report
+from bullet_graph.cli.result_file import check_result_file
 from bullet_graph.config import KV_BLOCK_TOKENS
 from bullet_graph.errors import ConfigError
 from bullet_graph.models.presets import resolve_model
@@ -98,9 +101,9 @@ def row_of(source: Source, cell: dict[str, Any], run: Run) -> dict[str, Any]:
     default=[Path(__file__).resolve().parent / "results" / gpu for gpu in ("h200", "h100")],
     help="Folder of measured comparisons; repeat it for several.",
 )
-@click.option("--output-json", type=click.Path(dir_okay=False, path_type=Path), required=True)
+@click.option("--output-json", type=click.Path(dir_okay=False, path_type=Path), required=True, help="The result.")
 def main(folders: tuple[Path, ...], output_json: Path) -> None:
-    """Simulate what was measured, for bench/results/simulated/error.json. A run takes some 30 s."""
+    check_result_file(output_json, overwrite=True)
     jobs = [(source, *one) for each in folders for source in read_results(each) for one in measured_runs(source)]
     for name in {cell["workload"] for _, cell, _ in jobs if ":" not in cell["workload"]}:
         if not Path(name).is_file():

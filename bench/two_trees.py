@@ -153,18 +153,23 @@ def make_tasks(batches: Sequence[int], at_once: Sequence[str], rates: Sequence[s
     return tasks
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"], "show_default": True})
+_ABOUT = (__doc__ or "").replace("\n\n    ", "\n\n\b\n    ")  # the example keeps its lines
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"], "show_default": True}, help=_ABOUT)
 @click.option("--tree", "trees", multiple=True, help="NAME=FOLDER; give two.")
-@click.option("--model", default="llama-3.1-8b")
-@click.option("--policy", default="auto")
+@click.option("--model", default="llama-3.1-8b", help="Of both trees' engines.")
+@click.option("--policy", default="auto", help="Of both trees' engines.")
 @click.option("--kv-gib", default=36, help="KV cache of each engine.")
-@click.option("--decode", "batches", multiple=True, type=int, default=(1, 64, 256))
-@click.option("--at-once", multiple=True, default=("azure:conv=600", "azure:code=400"))
-@click.option("--rate", "rates", multiple=True, default=("azure:conv=500@20", "azure:code=300@10"))
-@click.option("--rounds", default=3)
+@click.option("--decode", "batches", multiple=True, type=int, default=(1, 64, 256), help="Rows of a batch to decode.")
+@click.option("--at-once", multiple=True, default=("azure:conv=600", "azure:code=400"), help="TRACE=COUNT.")
+@click.option(
+    "--rate", "rates", multiple=True, default=("azure:conv=500@20", "azure:code=300@10"), help="TRACE=COUNT@RATE."
+)
+@click.option("--rounds", default=3, help="Runs of each task with each tree.")
 @click.option("--time-budget-s", default=500.0, help="Begin no further task after this time.")
-@click.option("--seed", default=7)
-@click.option("--output-json", type=click.Path(path_type=Path))
+@click.option("--seed", default=7, help="Of the arrivals.")
+@click.option("--output-json", type=click.Path(path_type=Path), help="Where the result goes.")
 @click.option("--worker", is_flag=True, hidden=True)
 def main(
     trees: tuple[str, ...],
@@ -180,7 +185,6 @@ def main(
     output_json: Path | None,
     worker: bool,
 ) -> None:
-    """Measure two source trees in turn and print the ratio of every figure."""
     if worker:
         serve_tasks()
         return
@@ -189,6 +193,8 @@ def main(
         raise click.UsageError("--tree is given twice, each as NAME=FOLDER with a name of its own")
     if others := [folder for folder in folders.values() if not (folder / "bullet_graph").is_dir()]:
         raise click.UsageError(f"--tree {others[0]}: a source tree has a folder bullet_graph, but this has none")
+    if output_json is not None and not output_json.parent.is_dir():
+        raise click.UsageError(f"--output-json {output_json}: its folder does not exist; make it first")
     from bullet_graph.cli.result_file import command_line  # noqa: PLC0415
     from bullet_graph.perf.energy import DeviceMonitor, NvmlProbe  # noqa: PLC0415
 

@@ -88,7 +88,6 @@ def time_us(reducer: Communicator, x: Tensor, stream: torch.cuda.Stream) -> floa
 @click.option("--sms", default="32,64", callback=parse_counts, help="Sizes of masked lanes.")
 @output_option
 def main(ranks: int, hidden: int, rows: tuple[int, ...], sms: tuple[int, ...], output_json: Path) -> None:
-    """Measure every size on the whole GPU and on masked lanes."""
     if torch.cuda.device_count() < ranks:
         raise DeviceError(f"--ranks {ranks} needs a GPU for each, but torch sees {torch.cuda.device_count()}")
     with tempfile.TemporaryDirectory() as name:

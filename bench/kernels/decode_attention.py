@@ -55,7 +55,6 @@ LANE_CASES = ((8, 1000, False), (64, 1000, False), (256, 1000, False))
 @click.option("--lane-sms", default=64, help="SMs of the partial lane; 0 measures none.")
 @output_option
 def main(model: str, layers: int, lane_sms: int, output_json: Path) -> None:
-    """Measure every batch and print its bandwidth beside that of a copy."""
     config = dataclasses.replace(PRESETS[model], num_layers=layers)
     num_sms = torch.cuda.get_device_properties(DEVICE).multi_processor_count
     torch.cuda.init()

@@ -199,7 +199,6 @@ def main(
     seconds: float,
     output_json: Path,
 ) -> None:
-    """Measure every batch size, and profile some."""
     config = in_formats(PRESETS[model], quantization=None, kv_cache_dtype=kv_cache_dtype)
     copy_gb_per_s = round(measure_copy_gb_per_s("cuda"), 1)
     torch.cuda.empty_cache()

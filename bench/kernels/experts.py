@@ -55,7 +55,6 @@ def ways(x: Tensor, logits: Tensor, experts: Experts) -> dict[str, Run]:
 @click.option("--ways", "wanted", type=click.Choice(WAYS), default=WAYS[0])
 @output_option
 def main(model: str, tokens: tuple[int, ...], wanted: str, output_json: Path) -> None:
-    """Measure the experts of one layer of a model."""
     config, cases = replace(PRESETS[model], num_layers=1), list[dict[str, Any]]()
     count, top_k = config.num_experts, config.experts_per_token
     weights = zero_weights(config, dtype=torch.bfloat16, device=DEVICE)

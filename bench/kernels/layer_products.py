@@ -88,7 +88,6 @@ def ways(config: ModelConfig, layers: list[dict[str, Linear]], rows: int) -> dic
 @click.option("--seconds", type=click.FloatRange(min=0.3), default=0.9, help="Per figure.")
 @output_option
 def main(model: str, rows: tuple[int, ...], seconds: float, output_json: Path) -> None:
-    """Measure, and print each rate beside that of a large square product."""
     config = PRESETS[model]
     layers = [
         {name: random_linear(config, *shape) for name, shape in layer_projections(config).items()}

@@ -84,7 +84,6 @@ def main(
     output_json: Path,
     plot: Path | None,
 ) -> None:
-    """Measure every size alone and side by side."""
     num_sms = torch.cuda.get_device_properties(DEVICE).multi_processor_count
     decode = {"batch_size": batch_size, "context_tokens": context}
     wanted = [ProfilePoint("decode", **decode), ProfilePoint("prefill", tokens=prompt)]

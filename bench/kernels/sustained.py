@@ -106,7 +106,6 @@ def average_forward(requests: Sequence[WorkloadRequest], rows: int) -> AverageFo
 @click.option("--seconds", type=click.FloatRange(min=0.05), default=2.4, help="Per figure.")
 @output_option
 def main(model: str, kv_cache_dtype: str, rows: tuple[int, ...], seconds: float, output_json: Path) -> None:
-    """Measure every workload in forwards of every size."""
     config = PRESETS[model]
     forwards = [
         (f"{name}={count}", average_forward(load_workload(name, num_requests=count).requests, number))

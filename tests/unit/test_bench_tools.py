@@ -89,21 +89,21 @@ def test_a_campaign_of_a_file_is_run_and_told(tmp_path: Path) -> None:
 
 
 def written_commands() -> list[str]:
-    """Commands of the campaigns and of bench/README.md."""
+    """Commands of the campaigns, of bench/README.md, and of each tool's help."""
     lines = [
         command.format(results="r")
         for path in (BENCH / "campaigns").glob("*.toml")
         for job in read_campaign(path)
         for command in job.commands
     ]
-    text = re.sub(r"\\\n\s*", "", (BENCH / "README.md").read_text(encoding="utf-8"))
-    return lines + re.findall(r"^python .*", text, flags=re.MULTILINE)
+    text = "\n".join(page.read_text(encoding="utf-8") for page in [BENCH / "README.md", *BENCH.rglob("*.py")])
+    return lines + re.findall(r"^ *(python -m .*)", re.sub(r"\\+\n\s*", "", text), flags=re.MULTILINE)
 
 
 @pytest.mark.parametrize("line", written_commands())
 def test_commands_that_are_written_down_are_accepted(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(click.Path, "convert", lambda _, value, *__: Path(value))
-    _, first, *arguments = shlex.split(line)
+    _, first, *arguments = shlex.split(line, comments=True)
     module = arguments.pop(0) if first == "-m" else first.removesuffix(".py").replace("/", ".")
     command: click.Command
     if module == "pytest":
@@ -125,10 +125,12 @@ def test_commands_that_are_written_down_are_accepted(line: str, monkeypatch: pyt
         ("two_trees", "--tree same=. --tree same=.", "with a name of its own"),
         ("two_trees", "--tree old=. --tree new", "with a name of its own"),
         ("two_trees", "--tree old=. --tree new=. --rate azure:conv", "--rate are TRACE=COUNT"),
+        ("two_trees", "--tree old=. --tree new=. --output-json missing/o", "make it first"),
         ("campaign", "pyproject.toml --results {tmp}", "pyproject.toml is no campaign"),
         ("server_overhead", "--model tiny --trace nope --output-json {tmp}/o", "--trace nope --num-prompts 600"),
         ("server_overhead", "--model tiny --engine-options '\"' --output-json {tmp}/o", "No closing quotation"),
         ("soak", "--server-options '\"--model'", "No closing quotation"),
+        *((tool, "--output-json missing/o", "make it first") for tool in ("soak", "fuzz", "simulator_error")),
     ],
 )
 def test_what_a_tool_cannot_use_is_refused_in_a_line(
