@@ -41,7 +41,7 @@ help: ## list the targets
 demo: $(VENV)/.installed ## the offline benchmark: an 8B model on a GPU, else a tiny one on the CPU
 	$(BIN)/bullet-graph bench throughput $(DEMO)
 
-test: $(VENV)/.installed-dev ## everything that continuous integration runs
+test: $(VENV)/.installed-dev ## what continuous integration runs, but for a browser, Dynamo and the demo
 	$(MAKE) --jobs=2 --output-sync size lint typecheck sanitize
 	$(MAKE) unit
 

@@ -54,7 +54,7 @@ def serve(
     warmup: bool,
     **settings: Any,
 ) -> None:
-    """Serve the model over HTTP, with OpenAI's interface, a live page at / and a description of all paths at /docs.
+    """Serve the model over HTTP, with OpenAI's interface, a live page at / and a description of the API at /docs.
 
     \b
     Examples:

@@ -31,11 +31,11 @@ _PERCENTILES = (10, 25, 50, 75, 90, 99)
 
 @click.command()
 @engine_options(max_num_seqs=1024, default_shown="the batch size")
-@click.option("--batch-size", type=COUNT, default=8)
-@click.option("--input-len", type=COUNT, default=32, help="In tokens.")
-@click.option("--output-len", type=COUNT, default=128, help="In tokens.")
-@click.option("--num-iters", type=COUNT, default=30)
-@click.option("--num-iters-warmup", type=click.IntRange(min=0), default=10)
+@click.option("--batch-size", type=COUNT, default=8, help="Requests of the batch.")
+@click.option("--input-len", type=COUNT, default=32, help="Tokens of each prompt.")
+@click.option("--output-len", type=COUNT, default=128, help="Tokens of each output.")
+@click.option("--num-iters", type=COUNT, default=30, help="Measured runs of the batch.")
+@click.option("--num-iters-warmup", type=click.IntRange(min=0), default=10, help="Runs before, unmeasured.")
 @result_options
 def latency(
     config: EngineConfig,

@@ -50,7 +50,7 @@ _SYSTEM = "bullet_graph "
 @replay_options.burstiness_option
 @replay_options.num_warmups_option(4)
 @click.option("--plot-dir", type=FILE, help="Draw pictures into this folder.")
-@click.option("--image-format", type=click.Choice(IMAGE_FORMATS), default="svg")
+@click.option("--image-format", type=click.Choice(IMAGE_FORMATS), default="svg", help="Of the pictures.")
 @replay_options.sweep_file_options
 def sweep(
     config: EngineConfig,
