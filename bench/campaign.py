@@ -2,7 +2,7 @@
 
     python -m bench.campaign bench/campaigns/one_gpu.toml --results bench/results/h200 --gpus 0,1 --time-limit-s 540
 
-A campaign is a TOML file of jobs; the commands of a job run in order on one GPU, or on a group such as 0+1.
+A campaign is a TOML file of jobs. The commands of a job run in order on one GPU, or on a group such as 0+1.
 `{results}` in them stands for the results' folder. Commands that succeeded are listed in `campaign.json` there and not
 run again. At the time limit commands are interrupted; those whose files can be continued lose nothing. With fewer GPUs
 than jobs, jobs wait.

@@ -2,12 +2,12 @@
 
     python -m bench.fuzz --seconds 600 --output-json bench/results/cpu/fuzz.json
 
-A server of the model `tiny` on the CPU gets requests made up from its own OpenAPI description (schemathesis), bodies
-that are made to be slow to check, random bytes at its socket, clients that stall, and good requests among them. In
-another process, changed archives of capture caches, safetensors files, configs and tokenizers are read. Meanwhile
-`/health` is asked every 20 ms. The exit code is 1 where one of these does not hold: `/health` always answered within
-`--max-stall-ms`, no answer was 5xx, nothing but the project's own errors was raised, the server's resident memory grew
-by at most `--max-growth-mib` from the second fifth of the time to the last, and the server still answers as before.
+A server of the model `tiny` on the CPU gets requests made up from its own OpenAPI description (schemathesis). It also
+gets bodies that are slow to check, random bytes, clients that stall, and good requests among them. In another process,
+changed archives of capture caches, safetensors files, configs and tokenizers are read. Meanwhile `/health` is asked
+every 20 ms; each answer must come within `--max-stall-ms`. No answer may be 5xx, and only the project's own errors may
+be raised. The server's resident memory may grow by `--max-growth-mib` from the second fifth of the time to the last.
+At the end the server must answer as before. The exit code is 1 where one of these does not hold.
 """
 
 import json

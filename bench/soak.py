@@ -3,9 +3,9 @@
     python -m bench.soak --minutes 30 --output-json bench/results/cpu/soak.json
 
 Users ask again once the last answer has ended; prompts hold what a user has said so far. A third of the answers are not
-streamed, a sixth are left in the middle; targets, salts and lengths differ. The exit code is 1 where a request failed,
-or where memory or speed changed by more than the limits from the second sixth of the time to the last, or where
-something runs, waits or holds KV blocks afterwards.
+streamed, a sixth are left in the middle; targets, salts and lengths differ. Memory and speed of the second sixth of the
+time are compared with those of the last. The exit code is 1 where they changed by more than the limits, where a request
+failed, or where something runs, waits or holds KV blocks afterwards.
 """
 
 import json

@@ -3,7 +3,7 @@
     python -m bench.kernels.decode_step --output-json bench/results/h200/decode_step.json
 
 Weights, cache and tokens are random. The bandwidth counts weights, keys and values once, beside that of a large copy.
-torch's profiler gives the time by group of kernels; what each group must move and compute is counted from the model's
+torch's profiler gives the time by group of kernels. What each group must move and compute is counted from the model's
 shape, activations once read and once written.
 """
 
