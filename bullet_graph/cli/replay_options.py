@@ -79,8 +79,8 @@ gpu_option = click.option(
     "--gpu",
     default="h200",
     metavar="NAME|TABLE.json|roofline:NAME",
-    help="Whose times to use: a table that comes with the package, a table of `bullet-graph profile`, or an estimate "
-    "by arithmetic.",
+    help="Whose times to use: a table that comes with the package (h200 or h100), a table of `bullet-graph profile`, "
+    "or an estimate by arithmetic, such as roofline:b200.",
 )
 num_prompts_option = click.option("--num-prompts", type=COUNT, help="Only the first N requests of the trace.")
 burstiness_option = click.option("--burstiness", default=1.0, help="1: Poisson; less: burstier; more: steadier.")

@@ -99,7 +99,7 @@ def _rows(location: str) -> Iterator[tuple[str, Any]]:
             files, path = pafs.LocalFileSystem(), str(Path(location).absolute())
         found = files.get_file_info(path)
         if found.type == pafs.FileType.NotFound:
-            raise WorkloadError(f"{location}: there is no such file")
+            raise WorkloadError(f"{location}: there is no such file; give a file, a folder or a URI of rows")
         paths = [path]
         if found.type == pafs.FileType.Directory:
             each = files.get_file_info(pafs.FileSelector(path, recursive=True))
