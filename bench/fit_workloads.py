@@ -2,7 +2,7 @@
 
     python -m bench.fit_workloads AzureLLMInferenceTrace_conv.csv AzureLLMInferenceTrace_code.csv
 
-writes ``bullet_graph/workloads/data/azure_lengths.json`` and prints how far samples of the tables are from
+It writes ``bullet_graph/workloads/data/azure_lengths.json`` and prints how far samples of the tables are from
 the traces. The traces are in the public data set Azure/AzurePublicDataset.
 """
 

@@ -233,7 +233,7 @@ machine_options = all_of(
         setting_options("kv_cache_bytes", "gpu_memory_utilization", "seed"),
         click.option(
             "--host-overhead-ms",
-            type=click.FloatRange(min=0),
+            type=click.FloatRange(0, 1e6),
             default=HOST_OVERHEAD_MS,
             help="Host time per launch. A layer of a long prompt, launched kernel by kernel, takes 2.5 times as long.",
         ),

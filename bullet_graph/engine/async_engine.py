@@ -139,7 +139,7 @@ class AsyncEngine:
         with self._lock:
             self._require_alive()
             if name in self._open:
-                raise RequestError(f"request id {name!r} is in use")
+                raise RequestError(f"request id {name!r} is in use: give another")
             arrival_s = self.engine.now()
             self._open[name] = stream
             self._num_arriving += num_samples

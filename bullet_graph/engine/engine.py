@@ -203,7 +203,7 @@ class Engine:
         if not isinstance(request_id, str):
             raise RequestError(f"request_id must be a str, got {request_id!r:.80}")
         if request_id in self._core.requests:
-            raise RequestError(f"request id {request_id!r} is in use")
+            raise RequestError(f"request id {request_id!r} is in use: give another")
         if not isinstance(output_kind, OutputKind):
             raise RequestError(f"output_kind must be such as OutputKind.DELTA, got {output_kind!r:.80}")
         if not isinstance(slo, Slo | None):
