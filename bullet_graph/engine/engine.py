@@ -256,8 +256,8 @@ class Engine:
         """Launch work, wait until one launch is over or ``until_s`` of :meth:`now`, and return the new outputs.
 
         Raises EngineDeadError if the engine was shut down, or the device has failed (the error is its cause). All
-        requests are then lost; so they are after KeyboardInterrupt or another interrupt, but the engine can go on;
-        with several ranks, not if one of their launches was interrupted.
+        requests are then lost. An interrupt, such as KeyboardInterrupt, loses them too, but the engine can go on. With
+        several ranks, it cannot if one of their launches was interrupted.
         """
         executor = self._alive()
         outputs, self._aborted = self._aborted, []
