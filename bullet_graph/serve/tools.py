@@ -65,27 +65,21 @@ def format_of(template: str) -> ToolFormat | None:
 def forced_calls(tools: Mapping[str, Mapping[str, Any]], *, parallel: bool) -> dict[str, Any]:
     """The JSON schema of a list of calls, at least one, of tools whose parameters have these schemas.
 
-    Raises SamplingParamsError where two tools define different schemas of one name.
+    Raises SamplingParamsError where one is nested too deeply.
     """
-    definitions: dict[str, Any] = {}
+    call = {"type": "object", "required": ["name", "parameters"], "additionalProperties": False}
     calls = []
-    for name, schema in tools.items():
-        parameters = dict(schema) or {"type": "object"}
-        # References count from the root of the whole schema.
-        for kind in ("$defs", "definitions"):
-            own = parameters.pop(kind, {})
-            shared = definitions.setdefault(kind, {})
-            for key in own if isinstance(own, dict) else ():
-                if shared.setdefault(key, own[key]) != own[key]:
-                    raise SamplingParamsError(f"`tools` define different schemas {kind}.{key}: rename one")
-        properties = {"name": {"const": name}, "parameters": parameters}
-        calls.append(
-            {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
-        )
+    for number, (name, schema) in enumerate(tools.items()):
+        # References count from the root of the whole schema, or from the nearest $id.
+        own = {key: value for key, value in schema.items() if key != "$id"} or {"type": "object"}
+        root = f"#/items/anyOf/{number}/properties/parameters"
+        try:
+            parameters = json.loads(re.sub(r'"\$ref": "#(?=["/])', f'"$ref": "{root}', json.dumps(own)))
+        except RecursionError:
+            raise SamplingParamsError(f"`tools`: the parameters of {name!r:.80} are nested too deeply") from None
+        calls.append(call | {"properties": {"name": {"const": name}, "parameters": parameters}})
     most = {} if parallel else {"maxItems": 1}
-    return {"type": "array", "minItems": 1, **most, "items": {"anyOf": calls}} | {
-        kind: shared for kind, shared in definitions.items() if shared
-    }
+    return {"type": "array", "minItems": 1, **most, "items": {"anyOf": calls}}
 
 
 class CallDelta(NamedTuple):

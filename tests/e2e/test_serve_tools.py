@@ -78,8 +78,8 @@ TOOLS: list[Any] = [
 ]
 SIDES = {
     "type": "object",
-    "properties": {"side": {"enum": ["left", "right"]}},
-    "required": ["side"],
+    "properties": {"side": {"enum": ["left", "right"]}, "then": {"$ref": "#/properties/side"}},
+    "required": ["side", "then"],
     "additionalProperties": False,
 }
 FEW: list[Any] = [

@@ -2,13 +2,14 @@
 
 import json
 import time
+from itertools import product
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jsonschema import Draft202012Validator
 
-from bullet_graph import SamplingParamsError
 from bullet_graph.serve.tools import FORCED, FORMATS, ToolCallParser, ToolFormat, forced_calls, format_of, tool_calls
 
 Parsed = tuple[str, list[tuple[str, str]]]
@@ -171,14 +172,12 @@ def test_a_format_is_known_by_its_template() -> None:
 
 
 def test_the_schema_of_forced_calls_follows_references() -> None:
-    own = {"type": "object", "properties": {"p": {"$ref": "#/$defs/P"}}, "$defs": {"P": {"type": "integer"}}}
-    schema = forced_calls({"f": own, "g": {}}, parallel=False)
-    assert schema["$defs"] == own["$defs"]
+    properties = {"p": {"$ref": "#/$defs/P"}, "q": {"$ref": "#/properties/p"}, "r": {"$ref": "#"}}
+    own = {"$id": "https://example.com/f", "properties": properties, "$defs": {"P": {"type": "integer"}}}
+    schema = forced_calls({"f": own, "g": {}, "h": own | {"$defs": {"P": {"type": "null"}}}}, parallel=False)
     assert (schema["minItems"], schema["maxItems"]) == (1, 1)
     assert "maxItems" not in forced_calls({"f": own}, parallel=True)
-    first, second = schema["items"]["anyOf"]
-    assert first["properties"]["name"] == {"const": "f"}
-    assert "$defs" not in first["properties"]["parameters"]
-    assert second["properties"]["parameters"] == {"type": "object"}
-    with pytest.raises(SamplingParamsError, match=r"\$defs.P"):
-        forced_calls({"f": own, "h": own | {"$defs": {"P": {}}}}, parallel=True)
+    assert schema["items"]["anyOf"][1]["properties"] == {"name": {"const": "g"}, "parameters": {"type": "object"}}
+    for parameters, fits in product(({"p": 1}, {"q": 1}, {"r": {"p": 1}}), (True, False)):
+        call = {"name": "f" if fits else "h", "parameters": parameters}
+        assert Draft202012Validator(schema).is_valid([call]) == fits
