@@ -5,7 +5,7 @@ import logging
 from http import HTTPStatus
 from typing import Any
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from bullet_graph.serve.access_log import Tally
 from bullet_graph.serve.errors import ApiError
@@ -24,6 +24,7 @@ class LimitedConnection(HttpToolsProtocol):
         self._settings = settings
         self._refusal: ApiError | None = None
         self._in_head = False
+        self._unanswered: list[RequestResponseCycle] = []
         self._parsed_bytes = self._unparsed_bytes = 0
         self._deadline: asyncio.TimerHandle | None = None
 
@@ -38,6 +39,9 @@ class LimitedConnection(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._end_wait()
+        for cycle in self._unanswered:  # uvicorn tells the last one alone, which may not have begun
+            cycle.disconnected = True
+            cycle.message_event.set()
         super().connection_lost(exc)
 
     def eof_received(self) -> bool:  # type: ignore[override]
@@ -98,6 +102,7 @@ class LimitedConnection(HttpToolsProtocol):
             self._refusal = ApiError(429, f"at most {_MOST_AHEAD} requests may be sent ahead of an answer: wait for it")
             raise self._refusal
         super().on_headers_complete()
+        self._unanswered = [*(cycle for cycle in self._unanswered if not cycle.response_complete), self.cycle]
 
     def send_400_response(self, msg: str) -> None:
         """Answer what has stopped the parser."""

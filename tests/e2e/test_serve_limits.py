@@ -187,11 +187,11 @@ def test_a_client_that_closes_its_sending_side_is_answered(limited: Served) -> N
             assert b"HTTP/1.1 200 OK" in all_of(connection)
 
 
-@pytest.mark.parametrize("waits_s", [0.0, 0.4])
-def test_a_client_that_is_gone_altogether_ends_its_request(stuck: Stuck, waits_s: float) -> None:
-    """Its request is neither a stream, whose next event would show it, nor does it end by itself."""
+@pytest.mark.parametrize(("waits_s", "num_sent"), [(0.0, 1), (0.4, 1), (0.0, 2)])
+def test_a_client_that_is_gone_altogether_ends_its_requests(stuck: Stuck, waits_s: float, num_sent: int) -> None:
+    """The one that runs is neither a stream, whose next event would show it, nor does it end by itself."""
     with serving(max_model_len=64) as served:
-        with served.connect(as_http(LONG)) as connection:
+        with served.connect(as_http(LONG) * num_sent) as connection:
             assert stuck.entered.wait(20)
             if waits_s:
                 connection.shutdown(socket.SHUT_WR)
