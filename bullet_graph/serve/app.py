@@ -79,7 +79,7 @@ def create_app(engine: AsyncEngine, settings: ServeSettings) -> FastAPI:
     # The framework's documentation pages would load scripts from other hosts.
     app = FastAPI(title="bullet-graph", version=__version__, docs_url=None, redoc_url=None, lifespan=lifespan)
     app.state.gate = gate
-    app.add_middleware(LimitMiddleware, settings=settings)
+    app.add_middleware(LimitMiddleware, settings=settings, gate=gate)
     app.add_middleware(AccessLog)
 
     async def fail(request: Request, error: Exception) -> Response:

@@ -44,6 +44,11 @@ class LimitedConnection(HttpToolsProtocol):
             cycle.message_event.set()
         super().connection_lost(exc)
 
+    def shutdown(self) -> None:
+        super().shutdown()
+        if self.cycle is not None:
+            self.cycle.message_event.set()  # a request that waits for its body sees that the server closes
+
     def eof_received(self) -> bool:  # type: ignore[override]
         """Answer a client that has closed its sending side, but end a request of one that is gone altogether.
 

@@ -238,6 +238,6 @@ def front_app(front: Front, settings: ServeSettings) -> Starlette:
 
     routes = [Route("/health", health), Route("/metrics", metrics), Mount("", app=front)]
     app = Starlette(routes=routes, lifespan=lifespan)
-    app.add_middleware(LimitMiddleware, settings=settings)
+    app.add_middleware(LimitMiddleware, settings=settings, gate=front)
     app.add_middleware(AccessLog)
     return app

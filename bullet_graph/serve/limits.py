@@ -31,8 +31,9 @@ _BROWSER_PATHS = ("/", "/docs", "/live", "/metrics", "/openapi.json")
 class LimitMiddleware:
     """Checks the API key and reads the whole body before anything else sees the request."""
 
-    def __init__(self, app: ASGIApp, settings: ServeSettings) -> None:
+    def __init__(self, app: ASGIApp, settings: ServeSettings, gate: "Drained") -> None:
         self._app = app
+        self._gate = gate
         self._api_key = None if settings.api_key is None else settings.api_key.encode()
         self._max_body_bytes = settings.max_body_bytes
         self._held_bytes = 0  # of bodies that are being read, all together
@@ -116,6 +117,8 @@ class LimitMiddleware:
                         raise self._too_large(f"more than {self._max_body_bytes:,} bytes")
                     if not message.get("more_body", False):
                         return b"".join(parts)
+                    if self._gate.closed:  # it would be refused, and a slow one would hold up the end
+                        raise shutting_down()
         except TimeoutError:
             raise ApiError(
                 408,

@@ -141,11 +141,8 @@ class _Request(_Strict):
         if not isinstance(data, dict) or len(data) > _MOST_FIELDS:
             return data
         for name, neutral in cls.neutral.items():
-            value = data.get(name)
-            # JSON's true equals Python's 1.
-            if value is not None and not any(
-                value == v and isinstance(value, bool) == isinstance(v, bool) for v in neutral
-            ):
+            is_bool = isinstance(value := data.get(name), bool)  # JSON's true equals Python's 1
+            if value is not None and not any(value == v and isinstance(v, bool) == is_bool for v in neutral):
                 instead = "".join(f", or give {json.dumps(v)}" for v in neutral[:1])
                 raise ValueError(f"`{name}` is not supported by this server: leave it out{instead}")
         return {name: value for name, value in data.items() if name not in cls.neutral.keys() | _HARMLESS}
@@ -371,11 +368,7 @@ class ChatCompletionRequest(GenerationRequest):
 class TokenizeRequest(_Request):
     """``POST /tokenize``: a text as ``prompt``, or a conversation as ``messages``; null means the default."""
 
-    neutral = {
-        name: values
-        for name, values in ChatCompletionRequest.neutral.items()
-        if name not in ("add_generation_prompt", "add_special_tokens")
-    }
+    neutral = {k: v for k, v in ChatCompletionRequest.neutral.items() if not k.startswith("add_")}
 
     prompt: str | None = Field(default=None, examples=["The sea"])
     messages: Many[Message] | None = None

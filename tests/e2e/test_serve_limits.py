@@ -268,10 +268,11 @@ def last_error(response: httpx.Response) -> dict[str, str]:
 
 
 async def test_requests_under_way_may_end_before_the_server_does(stuck: Stuck) -> None:
-    with serving(max_model_len=64, shutdown_timeout_s=20.0) as served:
+    with serving(max_model_len=64, shutdown_timeout_s=20.0) as served, served.connect(as_http(LONG)[:-1]) as unread:
         stream = await begin_stream(served, stuck)
         served.stop()
         await asyncio.sleep(0.3)
+        assert all_of(unread).startswith(b"HTTP/1.1 503 ")
         with pytest.raises(httpx.ConnectError):
             served.http.get("/health")
         stuck.release.set()

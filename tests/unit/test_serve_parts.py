@@ -17,7 +17,7 @@ from bullet_graph.serve.app import watch
 from bullet_graph.serve.errors import ApiError
 from bullet_graph.serve.formats import ChatFormat, CompletionFormat, token_texts
 from bullet_graph.serve.generation import Generation
-from bullet_graph.serve.limits import Gate, LimitMiddleware
+from bullet_graph.serve.limits import Drained, Gate, LimitMiddleware
 from bullet_graph.serve.metrics import ServerMetrics
 from bullet_graph.serve.protocol import _HARMLESS, ChatCompletionRequest, CompletionRequest
 from bullet_graph.serve.settings import ServeSettings
@@ -283,7 +283,7 @@ def test_a_huge_wrong_body_is_refused_in_little_time_and_few_words(body: dict[st
 
 
 async def test_a_body_in_parts_is_held_no_longer_than_its_request() -> None:
-    limits = LimitMiddleware(AsyncMock(), ServeSettings(served_model_name="m"))
+    limits = LimitMiddleware(AsyncMock(), ServeSettings(served_model_name="m"), Drained())
     parts = [{"type": "http.request", "body": b"x" * 5, "more_body": more} for more in (True, False)]
     await limits({"type": "http", "path": "/", "headers": [], "method": "POST"}, AsyncMock(side_effect=parts), Mock())
     assert limits._held_bytes == 0
