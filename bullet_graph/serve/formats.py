@@ -7,7 +7,6 @@ from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
 from typing import Any, ClassVar
 
 import pydantic_core
@@ -116,7 +115,7 @@ class AnswerFormat(ABC):
 
     def _choice(self, choice: int, output: CompletionOutput, *, streamed: bool) -> dict[str, Any]:
         text, finish_reason = self._said(choice, output, streamed=streamed)
-        logprobs = None if output.logprobs is None else self._logprobs(choice, output.logprobs)
+        logprobs = None if output.logprobs is None else self._logprobs(choice, output)
         fields = {"index": choice, **text, "logprobs": logprobs, "finish_reason": finish_reason}
         return fields | {"token_ids": output.token_ids} if self.with_token_ids else fields
 
@@ -125,7 +124,7 @@ class AnswerFormat(ABC):
         """The fields of an output's text, and why it ended."""
 
     @abstractmethod
-    def _logprobs(self, choice: int, entries: Sequence[TokenLogprobs]) -> dict[str, Any]:
+    def _logprobs(self, choice: int, output: CompletionOutput) -> dict[str, Any]:
         """Log-probabilities of a choice's next tokens."""
 
 
@@ -146,13 +145,18 @@ class CompletionFormat(AnswerFormat):
         del choice, streamed
         return {"text": output.text}, output.finish_reason
 
-    def _logprobs(self, choice: int, entries: Sequence[TokenLogprobs]) -> dict[str, Any]:
-        texts, added = self.texts, self._added[choice]
-        tokens = [texts(entry.token_id) for entry in entries]
-        lengths = [len(added(entry.token_id)) for entry in entries]
-        *starts, self._offsets[choice] = accumulate(lengths, initial=self._offsets.get(choice, 0))
-        # A character that stays incomplete comes out with the token after it.
-        offsets = [at + max(size - len(text), 0) for at, size, text in zip(starts, lengths, tokens, strict=True)]
+    def _logprobs(self, choice: int, output: CompletionOutput) -> dict[str, Any]:
+        entries, texts, added = output.logprobs or (), self.texts, self._added[choice]
+        tokens, offsets, at = [texts(entry.token_id) for entry in entries], list[int](), self._offsets.get(choice, 0)
+        for entry, text in zip(entries, tokens, strict=True):
+            size = len(added(entry.token_id))
+            # A prompt's text may hold special tokens.
+            if self.echo is not None and not size and "\ufffd" not in text and output.text.startswith(text, at):
+                size = len(text)
+            # A character that stays incomplete comes out with the token after it.
+            offsets.append(at + max(size - len(text), 0))
+            at += size
+        self._offsets[choice] = at
         logprobs = [None if math.isnan(entry.logprob) else _finite(entry.logprob) for entry in entries]
         # Tokens with the same text share a key: the most probable one wins.
         tops = [
@@ -201,7 +205,7 @@ class ChatFormat(AnswerFormat):
             return {"delta": ({"content": words} if (words or self._parsers is None) else {}) | calls}, reason
         return {"message": {"role": "assistant", "content": words if words or not calls else None, **calls}}, reason
 
-    def _logprobs(self, choice: int, entries: Sequence[TokenLogprobs]) -> dict[str, Any]:
+    def _logprobs(self, choice: int, output: CompletionOutput) -> dict[str, Any]:
         del choice
 
         def field(token_id: int, logprob: float) -> dict[str, Any]:
@@ -212,7 +216,7 @@ class ChatFormat(AnswerFormat):
 
         content = [
             field(entry.token_id, entry.logprob) | {"top_logprobs": [field(*top) for top in entry.top]}
-            for entry in entries
+            for entry in output.logprobs or ()
         ]
         return {"content": content}
 

@@ -75,12 +75,13 @@ class Generation:
         if isinstance(request, protocol.ChatCompletionRequest):
             kind = partial(ChatFormat, call_parser=self._call_parser(request))
         tokenizer, skips = self._tokenizer, request.skip_special_tokens is not False
+        decode: Callable[[list[int], bool], str] = (lambda *_: "") if tokenizer is None else tokenizer.decode
         return kind(
             self._settings.served_model_name,
             self._texts,
             with_token_ids=bool(request.return_token_ids),
             request_id=tally.request_id,
-            echo=[self._text(prompt, skips) for prompt in request.prompts] if request.echo else None,
+            echo=[p if isinstance(p, str) else decode(p, skips) for p in request.prompts] if request.echo else None,
             num_logprobs=request.wanted_logprobs,
             num_prompt_logprobs=request.prompt_logprobs,
             adding=None if tokenizer is None else lambda: tokenizer.stream(None if skips else frozenset()).push,
@@ -236,12 +237,6 @@ class Generation:
             return render(messages, template_kwargs=request.chat_template_kwargs, tools=functions or None)
 
         return await self._in_thread(rendered)
-
-    def _text(self, prompt: str | Sequence[int], skips_special: bool) -> str:
-        """A prompt as a text; empty for token ids without a tokenizer."""
-        if isinstance(prompt, str):
-            return prompt
-        return "" if self._tokenizer is None else self._tokenizer.decode(prompt, skips_special)
 
     async def _tokens(self, text: str, *, special: bool = True) -> list[int]:
         if self._tokenizer is None:

@@ -30,7 +30,7 @@ def exact(model: Model, ids: list[int]) -> torch.Tensor:
 
 
 def test_echo_writes_the_prompt_and_its_logprobs(scoring: Served, model: Model) -> None:
-    texts = ["A fox; it sleeps", "The dog"]
+    texts = ["A fox;<|eos|> it sleeps", "The dog"]
     ids = [ids_of(scoring, text, special=True) for text in texts]
     answer = scoring.client().completions.create(
         model=MODEL, prompt=texts, max_tokens=3, echo=True, logprobs=2, temperature=0, n=2
