@@ -261,11 +261,12 @@ class Generation:
             raise self._too_long(f"and no text of more than {most} characters fits, found {characters} characters")
 
     def _too_long(self, found: str) -> ApiError:
-        return ApiError(
-            400,
-            f"a prompt may have at most {self._longest_prompt} tokens here, {found}: shorten it",
-            code="context_length_exceeded",
-        )
+        return self._over(f"a prompt may have at most {self._longest_prompt} tokens here, {found}: shorten it")
+
+    def _over(self, why: str) -> ApiError:
+        # Clients such as LiteLLM know this error by its first words.
+        limit = f"this model's maximum context length is {self._engine.engine.max_model_len} tokens"
+        return ApiError(400, f"{limit}; {why}", code="context_length_exceeded")
 
     def _max_tokens(self, request: Request, prompt_tokens: int) -> int:
         """The output limit of a prompt; ApiError if the prompt, or prompt and output together, are too long."""
@@ -279,12 +280,8 @@ class Generation:
             default = request.default_tokens or self._defaults.get("max_tokens") or room
             return min(max(default, request.min_tokens or 1), room)
         if wanted > room:
-            raise ApiError(
-                400,
-                f"prompt and output together may have at most {limit} tokens, found {prompt_tokens} + {wanted}: ask "
-                f"for at most {room} tokens, or shorten the prompt",
-                code="context_length_exceeded",
-            )
+            found = f"found {prompt_tokens} + {wanted} with the output"
+            raise self._over(f"{found}: ask for at most {room} tokens, or shorten the prompt")
         return wanted
 
     def close(self) -> None:

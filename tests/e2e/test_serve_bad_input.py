@@ -33,7 +33,7 @@ def refused(response: httpx.Response, status: int = 400) -> str:
     assert response.status_code == status, response.text
     error = response.json()["error"]
     assert error.keys() == {"message", "type", "param", "code"}
-    is_long = any(text in error["message"] for text in ("tokens here", "output together"))
+    is_long = error["message"].startswith("this model's maximum context length is ")
     assert (error["code"] == "context_length_exceeded") == is_long
     return str(error["message"])
 
@@ -58,11 +58,11 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"prompt": ["x"] * 65, "n": 2}, "at most 128 outputs, found 65 prompts with `n`=2"),
     ({"prompt": ""}, "the prompt is empty"),
     ({"prompt": [512]}, "token id 512 is outside the vocabulary of 512 tokens"),
-    ({"prompt": [1] * 41}, "a prompt may have at most 40 tokens here, found 41"),
+    ({"prompt": [1] * 41}, "length is 64 tokens; a prompt may have at most 40 tokens here, found 41"),
     ({"prompt": "x" * 41}, "a prompt may have at most 40 tokens here, found 41"),
     ({"prompt": "x" * 481}, "no text of more than 480 characters fits, found 481 characters"),
     ({"prompt": "half \ud800 a pair"}, "half a surrogate pair"),
-    ({"max_tokens": 64}, "at most 64 tokens, found 1 + 64: ask for at most 63"),
+    ({"max_tokens": 64}, "this model's maximum context length is 64 tokens; found 1 + 64 with the output: ask for"),
     ({"max_tokens": -1}, "`max_tokens`: input should be greater than or equal to 0, found -1"),
     ({"max_tokens": 0}, "`max_tokens` of 0 is for prompts alone"),
     ({"max_tokens": "5"}, "`max_tokens`: input should be a valid integer, found '5'"),
