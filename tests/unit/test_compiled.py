@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import torch
 from decoders import VARIANTS, new_decoder
-from interpreted_fp8 import rounding
 from ranks_in_threads import Table, ThreadCommunicator
 from torch.utils._pytree import tree_leaves
 
@@ -18,8 +17,6 @@ from bullet_graph.kernels.triton_ops import TritonOps
 from bullet_graph.models.decoder import Decoder
 from bullet_graph.models.layers import LayerFunctions, eager_functions
 from bullet_graph.models.presets import PRESETS
-
-__all__ = ["rounding"]
 
 CPU, CONFIG, MAX_ROWS = torch.device("cpu"), PRESETS["tiny"], 6
 

@@ -11,7 +11,6 @@ pytest.importorskip("triton", reason="Triton is published for Linux only")
 from decoders import new_decoder
 from fakes.flashinfer_prefill import Runs, install
 from forward_rows import make_rows
-from interpreted_fp8 import rounding
 
 from bullet_graph.kernels.ops import TorchOps
 from bullet_graph.kernels.sampler import SamplingState, token_logprobs
@@ -25,8 +24,6 @@ from bullet_graph.runtime.eager_lane import EagerLane
 from bullet_graph.runtime.rows import Chunk
 from bullet_graph.runtime.self_check import reference_logits
 from bullet_graph.runtime.step import Scored
-
-__all__ = ["rounding"]
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="runs Triton's interpreter")
 

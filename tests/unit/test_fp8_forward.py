@@ -9,7 +9,6 @@ import torch
 from decoders import VARIANTS, new_decoder, tensors_of
 from fakes.perf_tables import LLAMA_8B, h200_table
 from forward_rows import make_rows
-from interpreted_fp8 import rounding
 
 from bullet_graph.config import EngineConfig
 from bullet_graph.errors import BulletGraphError, PerfTableError
@@ -38,8 +37,6 @@ from bullet_graph.runtime.self_check import reference_logits
 pytest.importorskip("triton", reason="Triton is published for Linux only")
 
 from bullet_graph.kernels.triton_ops import TritonOps
-
-__all__ = ["rounding"]
 
 CONFIG = replace(PRESETS["tiny"], num_layers=2, num_heads=4, num_kv_heads=2, qk_norm=True)
 

@@ -5,7 +5,6 @@ import torch
 from fp8_checkpoints import dequantized
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from interpreted_fp8 import rounding
 
 from bullet_graph.kernels.fp8 import FP8, FP8_MAX, dequantize_weight, linear_fp8, quantize, quantize_weight, saturated
 from bullet_graph.kernels.ops import Experts, Linear, TorchOps
@@ -18,8 +17,6 @@ from bullet_graph.kernels.triton_moe import experts_output
 from bullet_graph.kernels.triton_ops import TritonOps
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="runs Triton's interpreter")
-
-__all__ = ["rounding"]
 
 STEP = 2.0**-3
 """Largest distance of neighbours in FP8, as a share of the lower."""
