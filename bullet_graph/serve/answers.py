@@ -14,14 +14,11 @@ from bullet_graph.serve.errors import ApiError
 
 _DONE = b"data: [DONE]\n\n"
 _LAST_WORDS_S = 5.0
+EVENT_STREAM = (b"content-type", b"text/event-stream; charset=utf-8")
 _STREAM_START: Message = {
     "type": "http.response.start",
     "status": 200,
-    "headers": [
-        (b"content-type", b"text/event-stream; charset=utf-8"),
-        (b"cache-control", b"no-cache"),
-        (b"x-accel-buffering", b"no"),
-    ],
+    "headers": [EVENT_STREAM, (b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")],
 }
 
 logger = logging.getLogger(__name__)
@@ -42,6 +39,11 @@ async def call_when_gone(receive: Receive, call: Callable[[], object]) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
     call()
+
+
+def last_event(told: ApiError) -> Message:
+    """The end of a stream that an error breaks off."""
+    return {"type": "http.response.body", "body": b"data: " + told.json() + b"\n\n" + _DONE, "more_body": False}
 
 
 class Answer(Response):
@@ -93,5 +95,4 @@ class Answer(Response):
                     if not started:
                         await told.response()(scope, receive, send)
                         return
-                    event = b"data: " + told.json() + b"\n\n" + _DONE
-                    await send({"type": "http.response.body", "body": event, "more_body": False})
+                    await send(last_event(told))

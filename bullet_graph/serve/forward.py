@@ -11,7 +11,7 @@ from typing import Any
 from pydantic_core import from_json, to_json
 from starlette.types import Message, Receive, Scope, Send
 
-from bullet_graph.serve.answers import call_when_gone
+from bullet_graph.serve.answers import EVENT_STREAM, call_when_gone, last_event
 from bullet_graph.serve.errors import ApiError
 
 _MOST_TRIES = 3
@@ -86,16 +86,10 @@ class Forwarder(ABC):
                 break
         if start is None:
             await told.response()(scope, _nothing, send)
+        elif EVENT_STREAM in start["headers"]:
+            await send(last_event(told))
         else:
-            await _break_off(start, told, send)
-
-
-async def _break_off(start: Message, told: ApiError, send: Send) -> None:
-    """End an answer that has begun: a stream with an error; another by closing its connection."""
-    if (b"content-type", b"text/event-stream; charset=utf-8") not in start["headers"]:
-        raise told
-    event = b"data: " + told.json() + b"\n\ndata: [DONE]\n\n"
-    await send({"type": "http.response.body", "body": event, "more_body": False})
+            raise told  # which closes the connection
 
 
 async def _nothing() -> Message:
