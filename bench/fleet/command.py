@@ -29,7 +29,6 @@ from bullet_graph.cli.simulate import Simulator, machine_options
 from bullet_graph.cli.tables import figure, goodput_text, print_line, print_table, table_of
 from bullet_graph.config import EngineConfig, Policy
 from bullet_graph.errors import ConfigError
-from bullet_graph.models.config import DTYPE_BYTES
 from bullet_graph.perf.goodput_search import (
     CONVERSATIONS_WARMUP_S,
     LEAST_REQUESTS,
@@ -41,7 +40,7 @@ from bullet_graph.perf.goodput_search import (
     RateRun,
     bracket,
 )
-from bullet_graph.perf.roofline import kv_cache_bytes_per_token
+from bullet_graph.perf.roofline import DTYPE_BYTES, kv_cache_bytes_per_token
 from bullet_graph.slo import NO_TARGETS
 from bullet_graph.workloads import Arrivals
 

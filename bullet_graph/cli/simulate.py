@@ -25,7 +25,7 @@ from bullet_graph.errors import ConfigError, PerfTableError
 from bullet_graph.graphs.capture_plan import CapturePlan, default_plan, named_plan
 from bullet_graph.graphs.key import batch_size_buckets
 from bullet_graph.hardware import KNOWN_GPUS, GpuSpec, gpu_spec
-from bullet_graph.models.config import DTYPE_BYTES, GPU_HEAD_DIMS, with_padded_heads, without_wide_windows
+from bullet_graph.models.config import GPU_HEAD_DIMS, with_padded_heads, without_wide_windows
 from bullet_graph.models.presets import resolve_model
 from bullet_graph.models.progress import progress_bar
 from bullet_graph.models.quantization import in_formats
@@ -34,7 +34,7 @@ from bullet_graph.models.tokenizer import Tokenizer
 from bullet_graph.perf.goodput_search import GoodputSearch, RateRun, goodput_fields
 from bullet_graph.perf.performance import PaddedModel, PerformanceModel
 from bullet_graph.perf.predict import TableModel
-from bullet_graph.perf.roofline import Roofline
+from bullet_graph.perf.roofline import DTYPE_BYTES, Roofline
 from bullet_graph.perf.table import for_lengths, format_name, gpu_nickname, load_table, shape_numbers
 from bullet_graph.runtime.executor import gpu_lone_rows
 from bullet_graph.runtime.memory import GIB, DeviceMemory, graphs_bytes, plan_memory, workspace_bytes

@@ -1,8 +1,8 @@
 """A decoder's shape and constants, and what all families read alike from ``config.json``; needs no torch."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, get_args
 
 from bullet_graph.errors import UnsupportedModelError
 from bullet_graph.models.json_files import JsonObject, read_json_object
@@ -11,8 +11,6 @@ from bullet_graph.models.rope import Rope, read_rope
 from bullet_graph.perf.roofline import DecoderShape, fp8_savings, num_weights
 
 DtypeName = Literal["bfloat16", "float16", "float32"]
-
-DTYPE_BYTES: Mapping[DtypeName, int] = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 _GELU = "gelu_pytorch_tanh"
 _SLIDING, _FULL = "sliding_attention", "full_attention"
@@ -262,9 +260,10 @@ def _dtype(config: JsonObject) -> DtypeName:
     key = "torch_dtype" if config.get("dtype") is None else "dtype"
     # Hugging Face's default is float32.
     found = str(config.get(key) or "float32").removeprefix("torch.")
-    name = next((name for name in DTYPE_BYTES if name == found), None)
+    names: tuple[DtypeName, ...] = get_args(DtypeName)
+    name = next((name for name in names if name == found), None)
     if name is None:
-        config.fail(key, f"one of {', '.join(DTYPE_BYTES)}", UnsupportedModelError)
+        config.fail(key, f"one of {', '.join(names)}", UnsupportedModelError)
     return name
 
 

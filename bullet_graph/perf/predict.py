@@ -9,10 +9,8 @@ from bullet_graph.errors import PerfTableError
 from bullet_graph.hardware import gpu_spec
 from bullet_graph.perf import table as tables
 from bullet_graph.perf.performance import OPENED_ROWS, Prediction, SplitPrediction, attention_pairs, tile_of
-from bullet_graph.perf.roofline import CHUNK_STEP_TOKENS, DecoderShape, Roofline
+from bullet_graph.perf.roofline import CHUNK_STEP_TOKENS, DTYPE_BYTES, DecoderShape, Roofline
 from bullet_graph.perf.surface import NOTHING_MEASURED, Surface, clamp_cells, fill_like, fill_surface, nodes_around
-
-_DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 _MAX_BATCH_SIZE = 4096
 _MAX_CHUNK_TOKENS = 1 << 16
@@ -37,7 +35,7 @@ class TableModel:
         _check(table, shape)
         key = table.key
         num_sms = key.num_sms
-        roofline = Roofline(gpu_spec(key.gpu, num_sms), shape, dtype_bytes=_DTYPE_BYTES[key.dtype])
+        roofline = Roofline(gpu_spec(key.gpu, num_sms), shape, dtype_bytes=DTYPE_BYTES[key.dtype])
         self.num_layers = key.shape["num_layers"]
         self.num_sms = num_sms
         self._roofline = roofline

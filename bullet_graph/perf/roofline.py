@@ -17,6 +17,9 @@ EXPERT_TILE_ROWS = 64
 
 _SPLIT_STEP_SMS = 16
 
+DTYPE_BYTES: Mapping[str, int] = {"bfloat16": 2, "float16": 2, "float32": 4}
+"""Of one number in each dtype that a model may have."""
+
 PROJECTIONS = ("qkv", "o", "gate_up", "down")
 """A layer's projections; in a model of experts, gate_up and down are those of every expert."""
 
