@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from built_captures import PROMPTS, START, run_process
+from capture_processes import PROMPTS, START, run_process
 
 pytestmark = pytest.mark.gpu
 
