@@ -33,13 +33,34 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="runs Triton's
 
 CPU = torch.device("cpu")
 NUM_BLOCKS, MAX_BATCH_SIZE = 16, 4
+SLOW = "slow rank"
+
+
+class FakeEvent:
+    """Is done 2 ms after it is recorded; a millisecond lies between two, and three on the slow rank."""
+
+    def __init__(self, **_: bool) -> None:
+        pass
+
+    def record(self) -> None:
+        self.done_s = time.perf_counter() + 0.002
+
+    def query(self) -> bool:
+        return time.perf_counter() > self.done_s
+
+    def elapsed_time(self, _: "FakeEvent") -> float:
+        return 31.0 if threading.current_thread().name == SLOW else 10.0
+
+
+@pytest.fixture(autouse=True)
+def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, fake in (("Event", FakeEvent), ("stream", nullcontext), ("synchronize", lambda: None)):
+        monkeypatch.setattr(torch.cuda, name, fake)
 
 
 def new_bench(monkeypatch: pytest.MonkeyPatch, num_layers: int) -> Workbench:
     install(monkeypatch)
-    for name, fake in (("synchronize", lambda: None), ("graph_pool_handle", lambda: None), ("stream", nullcontext)):
-        monkeypatch.setattr(torch.cuda, name, fake)
-    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     monkeypatch.setattr(bursts, "lane_stream", lambda *_: None)
     backend: Any = None
     return Workbench(
@@ -79,10 +100,7 @@ def test_prompts_beside_decode_are_launched_in_slices_of_layers(monkeypatch: pyt
     assert ends == [True, True]
 
 
-def test_a_time_is_of_whole_forwards(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "stream", nullcontext)
-    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+def test_a_time_is_of_whole_forwards() -> None:
     stream: Any = None
     lane = FedLane(stream, lambda: None, num_launches=4)
     ((first, last),) = run_burst([lane], 0.02)
@@ -90,25 +108,6 @@ def test_a_time_is_of_whole_forwards(monkeypatch: pytest.MonkeyPatch) -> None:
     assert last - first >= 12
     # The events are 10 ms apart, whatever their number.
     assert lane.interval_ms((first, last)) == pytest.approx(10 / ((last - first) / 4))
-
-
-SLOW = "slow rank"
-
-
-class FakeEvent:
-    """Is done 2 ms after it is recorded; a millisecond lies between two, and three on the slow rank."""
-
-    def __init__(self, **_: bool) -> None:
-        pass
-
-    def record(self) -> None:
-        self.done_s = time.perf_counter() + 0.002
-
-    def query(self) -> bool:
-        return time.perf_counter() > self.done_s
-
-    def elapsed_time(self, _: "FakeEvent") -> float:
-        return 31.0 if threading.current_thread().name == SLOW else 10.0
 
 
 class BareBench(Workbench):
@@ -147,9 +146,7 @@ class OtherRank:
 
 
 @pytest.mark.parametrize("kind", ["decode", "split"])
-def test_the_other_ranks_replay_every_launch_and_the_slowest_counts(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, fake in (("Event", FakeEvent), ("stream", nullcontext), ("synchronize", lambda: None)):
-        monkeypatch.setattr(torch.cuda, name, fake)
+def test_the_other_ranks_replay_every_launch_and_the_slowest_counts(kind: Any) -> None:
     point = ProfilePoint(kind, batch_size=1)
     alone = BareBench().measure(point, 0.01)
     other = OtherRank()
