@@ -12,7 +12,7 @@ from typing import Annotated, Any, ClassVar, get_args
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
-from bullet_graph.config import DtypeName, EngineConfig
+from bullet_graph.config import EngineConfig, ModelDtype
 from bullet_graph.errors import ConfigError, first_problem
 from bullet_graph.graphs.key import GraphKey, batch_size_buckets, row_buckets, smallest_holding
 from bullet_graph.partition.masks import SMS_PER_TPC, WHOLE_GPU, SmPartition, partition_of
@@ -31,7 +31,7 @@ PIECE_BYTES = 512 * 1024
 PIECE_S = 0.005
 """Time to capture it, measured."""
 
-PLAN_DTYPES = tuple(name for name in get_args(DtypeName) if name != "auto")
+PLAN_DTYPES = get_args(ModelDtype)
 FORMAT = "bullet_graph capture plan"
 VERSION = 1
 

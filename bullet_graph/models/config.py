@@ -4,13 +4,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
+from bullet_graph.config import ModelDtype
 from bullet_graph.errors import UnsupportedModelError
 from bullet_graph.models.json_files import JsonObject, read_json_object
 from bullet_graph.models.quantization import FUSED_MODULES, MODULES, expert_modules, read_quantization
 from bullet_graph.models.rope import Rope, read_rope
 from bullet_graph.perf.roofline import DecoderShape, fp8_savings, num_weights
-
-DtypeName = Literal["bfloat16", "float16", "float32"]
 
 _GELU = "gelu_pytorch_tanh"
 _SLIDING, _FULL = "sliding_attention", "full_attention"
@@ -73,7 +72,7 @@ class ModelConfig(DecoderShape):
     renormalize_experts: bool = False
     router_bias: bool = False
     mixtral_names: bool = False
-    dtype: DtypeName
+    dtype: ModelDtype
     eos_token_ids: tuple[int, ...]
     rank: int = 0
     whole: "ModelConfig | None" = None
@@ -256,11 +255,11 @@ def _head_dim(config: JsonObject, hidden_size: int, num_heads: int) -> int:
     return head_dim
 
 
-def _dtype(config: JsonObject) -> DtypeName:
+def _dtype(config: JsonObject) -> ModelDtype:
     key = "torch_dtype" if config.get("dtype") is None else "dtype"
     # Hugging Face's default is float32.
     found = str(config.get(key) or "float32").removeprefix("torch.")
-    names: tuple[DtypeName, ...] = get_args(DtypeName)
+    names: tuple[ModelDtype, ...] = get_args(ModelDtype)
     name = next((name for name in names if name == found), None)
     if name is None:
         config.fail(key, f"one of {', '.join(names)}", UnsupportedModelError)

@@ -7,9 +7,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from bullet_graph.config import ModelDtype
 from bullet_graph.kernels.fp8 import FP8, quantize_weight
 from bullet_graph.kernels.ops import Experts, HeadNorms, Linear
-from bullet_graph.models.config import DtypeName, ModelConfig
+from bullet_graph.models.config import ModelConfig
 from bullet_graph.models.layers import Layer, Mixture, Mlp, SelfAttention
 from bullet_graph.models.sharding import part_of
 from bullet_graph.perf.roofline import FP8_BLOCK, expert_projections, layer_projections
@@ -22,7 +23,7 @@ _MOST_ELEMENTS = 2**22
 SCALE = ".weight_scale"
 
 
-def torch_dtype(name: DtypeName) -> torch.dtype:
+def torch_dtype(name: ModelDtype) -> torch.dtype:
     dtype: torch.dtype = getattr(torch, name)
     return dtype
 
