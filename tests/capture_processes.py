@@ -1,10 +1,4 @@
-"""Processes that build a capture cache, or serve from one and tell what they compiled."""
-
-import json
-import subprocess
-import sys
-from collections.abc import Mapping
-from typing import Any
+"""A program whose engine serves a few requests, perhaps from a capture cache, and that tells what it compiled."""
 
 from bullet_graph import SamplingParams
 
@@ -30,11 +24,3 @@ print(json.dumps({{
     "imports_flashinfer": "flashinfer" in sys.modules,
 }}))
 """
-
-
-def run_process(environment: Mapping[str, str], *arguments: str) -> Any:
-    """What Python prints in a process of its own, as JSON."""
-    command = [sys.executable, *arguments]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900, check=False)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(done.stdout)

@@ -16,9 +16,10 @@ from typing import Any
 import pytest
 import torch
 from caches import flip_byte
-from capture_processes import GREEDY, PROMPTS, START, run_process
+from capture_processes import GREEDY, PROMPTS, START
 from cli_runner import parsed, refused, run
 from filelock import FileLock
+from programs import json_printed_by
 
 from bullet_graph import CaptureCacheWarning, ConfigError, Engine
 from bullet_graph.captures.manifest import list_files
@@ -54,7 +55,8 @@ def environment(libraries: Path) -> dict[str, str]:
 def start_engine(libraries: Path, **settings: Any) -> Any:
     """Start an engine in a process of its own and let it serve."""
     chosen = {"model": "tiny", "device": "cpu", "compile": True, **SETTINGS, **settings}
-    return run_process(environment(libraries), "-c", START, json.dumps(chosen), json.dumps(PROMPTS))
+    arguments = ("-c", START, json.dumps(chosen), json.dumps(PROMPTS))
+    return json_printed_by(*arguments, environment=environment(libraries))
 
 
 def engine_from(store: CaptureStore, **settings: Any) -> Engine:
@@ -84,7 +86,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[CaptureStore, Any]:
     with FileLock(shared / "lock"):
         if not printed.exists():
             arguments = ("capture", "build", *OPTIONS, "--json", "--cache-dir", str(shared / "store"))
-            told = run_process(environment(shared / "libraries"), "-m", "bullet_graph", *arguments)
+            told = json_printed_by("-m", "bullet_graph", *arguments, environment=environment(shared / "libraries"))
             printed.write_text(json.dumps(told))
     return CaptureStore(shared / "store"), json.loads(printed.read_text())
 

@@ -1,9 +1,6 @@
 """Models by hub id, from a small hub on loopback: what is downloaded, what is kept, and what is refused."""
 
-import json
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +10,7 @@ from cli_runner import parsed, refused, run, write_trace
 from engines import GREEDY, make_engine, tokens_of
 from hub_server import Hub, commit_of, point_to, serving_hub
 from huggingface_hub import constants
+from programs import json_printed_by
 
 from bullet_graph.errors import ModelError
 from bullet_graph.models.presets import resolve_model
@@ -79,12 +77,9 @@ def test_results_name_the_model_and_its_commit(hub: Hub, tmp_path: Path) -> None
 def test_the_librarys_settings_hold_in_a_process_of_its_own(hub: Hub, tmp_path: Path) -> None:
     hub.gated[REPO] = "Bearer hf_secret"
     settings = {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home"), "HF_TOKEN": "hf_secret"}
-    program = [sys.executable, "-m", "bullet_graph", "simulate", "--model", REPO, "--gpu", "roofline:h200", "--json"]
-    done = subprocess.run(
-        [*program, "--trace", "synthetic:conv", "--num-prompts", "3"],
-        env=os.environ | settings, capture_output=True, text=True, check=True,
-    )  # fmt: skip
-    assert json.loads(done.stdout)["model_id"] == REPO
+    simulate = ("-m", "bullet_graph", "simulate", "--model", REPO, "--gpu", "roofline:h200", "--json")
+    trace = ("--trace", "synthetic:conv", "--num-prompts", "3")
+    assert json_printed_by(*simulate, *trace, environment=os.environ | settings)["model_id"] == REPO
     assert (tmp_path / "home" / "hub").is_dir()
     assert {token for _, path, token in hub.seen if REPO in path} == {"Bearer hf_secret"}
 

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from capture_processes import PROMPTS, START, run_process
+from capture_processes import PROMPTS, START
+from programs import json_printed_by
 
 pytestmark = pytest.mark.gpu
 
@@ -32,7 +33,7 @@ def run(libraries: Path, *arguments: str) -> Any:
         "TORCHINDUCTOR_CACHE_DIR": str(libraries / "inductor"),
         "TRITON_CACHE_DIR": str(libraries / "triton"),
     }
-    return run_process(environment, *arguments)
+    return json_printed_by(*arguments, environment=environment)
 
 
 def start(libraries: Path, **settings: Any) -> Any:
