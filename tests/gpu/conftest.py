@@ -20,6 +20,11 @@ if torch.cuda.is_available():
 collect_ignore_glob = [] if torch.cuda.is_available() else ["test_*.py"]
 
 
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Called for the tests of this folder alone."""
+    item.add_marker("gpu")
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> "noise.Checkpoint":
     """A random Qwen3; files that need another have their own."""

@@ -6,11 +6,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import pytest
 from capture_processes import PROMPTS, START
 from programs import json_printed_by
-
-pytestmark = pytest.mark.gpu
 
 OPTIONS = (
     *("--model", "llama-3.2-1b", "--max-num-seqs", "32", "--max-model-len", "4096"),

@@ -27,8 +27,6 @@ from bullet_graph.runtime.rows import adjustments_row
 from bullet_graph.runtime.step import Adjustments
 from bullet_graph.sampling_params import SamplingParams
 
-pytestmark = pytest.mark.gpu
-
 DEVICE = torch.device("cuda")
 NUM_LAYERS, NUM_BLOCKS, BLOCK_TOKENS, MAX_BATCH, MAX_LEN = 4, 6000, 16, 96, 4096
 

@@ -17,8 +17,6 @@ from noise import Checkpoint, check_against_transformers
 from bullet_graph import Engine, PerfTableWarning, SamplingParams, StructuredOutputs
 from bullet_graph.runtime.cuda import CudaExecutor
 
-pytestmark = pytest.mark.gpu
-
 CUBLAS_WORKSPACE_BYTES = 34 * 2**20
 
 

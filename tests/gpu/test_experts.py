@@ -13,8 +13,6 @@ from bullet_graph.models.config import ModelConfig
 from bullet_graph.models.presets import PRESETS
 from bullet_graph.perf.roofline import Fp8Weights
 
-pytestmark = pytest.mark.gpu
-
 DEVICE = torch.device("cuda")
 
 

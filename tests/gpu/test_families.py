@@ -11,8 +11,6 @@ from noise import Checkpoint, check_against_transformers
 
 from bullet_graph import Engine
 
-pytestmark = pytest.mark.gpu
-
 SHAPE = {"hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 8, "num_key_value_heads": 2}
 HEADS: dict[Family, dict[str, Any]] = {
     "gemma3": {"head_dim": 256, "num_attention_heads": 4, "num_key_value_heads": 1, "query_pre_attn_scalar": 256},

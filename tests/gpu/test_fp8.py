@@ -16,8 +16,6 @@ from bullet_graph.kernels.triton_fp8 import can_gate, matmul_fp8
 from bullet_graph.kernels.triton_ops import TritonOps
 from bullet_graph.models.layers import eager_functions
 
-pytestmark = pytest.mark.gpu
-
 SHAPES = ((6144, 4096), (4096, 14336), (28672, 1024), (256, 384), (272, 576), (208, 144))
 
 

@@ -14,8 +14,6 @@ import pytest
 from bullet_graph import Engine, SamplingParams, Slo
 from bullet_graph.graphs.decode_graph import DecodeGraphs
 
-pytestmark = pytest.mark.gpu
-
 SETTINGS = {
     "load_format": "dummy",
     "max_model_len": 16384,

@@ -26,8 +26,6 @@ from bullet_graph.partition.masks import (
 from bullet_graph.partition.probe import SmidProbe
 from bullet_graph.partition.smctrl import SmctrlBackend, bind
 
-pytestmark = pytest.mark.gpu
-
 Record = Callable[[str, object], None]
 DECODE_SMS = (16, 24, 32, 48, 64, 96)
 

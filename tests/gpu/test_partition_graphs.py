@@ -17,8 +17,6 @@ from bullet_graph.partition.calibrate import calibrate
 from bullet_graph.partition.offsets import lookup
 from bullet_graph.partition.smctrl import identify_driver
 
-pytestmark = pytest.mark.gpu
-
 Record = Callable[[str, object], None]
 DECODE_SMS = (16, 24, 32, 48, 64)
 

@@ -18,8 +18,6 @@ from bullet_graph.models.presets import PRESETS
 from bullet_graph.runtime.eager_lane import EagerLane
 from bullet_graph.runtime.rows import Rows
 
-pytestmark = pytest.mark.gpu
-
 DEVICE = torch.device("cuda")
 NUM_BLOCKS, BLOCK_TOKENS, MAX_ROWS, MAX_SEQS = 2000, 16, 1700, 64
 

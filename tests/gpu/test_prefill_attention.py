@@ -19,8 +19,6 @@ from bullet_graph.models.presets import PRESETS
 from bullet_graph.runtime.memory import prefill_workspace_bytes
 from bullet_graph.runtime.rows import Rows
 
-pytestmark = pytest.mark.gpu
-
 DEVICE = torch.device("cuda")
 UNUSED = torch.empty(0)
 NUM_BLOCKS, BLOCK_TOKENS, MAX_LEN, LAYER = 1500, 16, 8192, 1

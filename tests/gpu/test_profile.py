@@ -15,8 +15,6 @@ from bullet_graph.runtime.bursts import Workbench
 from bullet_graph.runtime.performance import table_model
 from bullet_graph.runtime.profile import Prepared, prepare_profile, profile_model
 
-pytestmark = pytest.mark.gpu
-
 BUDGET_S = 50.0
 
 

@@ -10,8 +10,6 @@ from noise import Checkpoint, check_against_transformers
 
 from bullet_graph import Engine, RequestOutput, SamplingParams
 
-pytestmark = pytest.mark.gpu
-
 
 @pytest.mark.parametrize("policy", ["serial", "mixed:64", "split:48", "auto"])
 @pytest.mark.parametrize("cuda_graphs", [True, False])

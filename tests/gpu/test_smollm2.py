@@ -27,8 +27,6 @@ from bullet_graph.models.decoder import Decoder
 from bullet_graph.runtime.eager_lane import EagerLane
 from bullet_graph.runtime.rows import lay_out, make_batches
 
-pytestmark = pytest.mark.gpu
-
 DEVICE = torch.device("cuda")
 SEQUENCES, LENGTH, CHUNK, BLOCK_TOKENS = 16, 128, 2, 16
 OWN_BLOCKS = 1 + np.arange(SEQUENCES * LENGTH // BLOCK_TOKENS).reshape(SEQUENCES, -1)

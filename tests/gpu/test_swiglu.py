@@ -10,12 +10,9 @@ from bullet_graph.models.presets import PRESETS
 
 DEVICE = torch.device("cuda")
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        not (torch.cuda.is_available() and Gpu.of(DEVICE).is_hopper), reason="the kernel is for compute capability 9.0"
-    ),
-]
+pytestmark = pytest.mark.skipif(
+    not (torch.cuda.is_available() and Gpu.of(DEVICE).is_hopper), reason="the kernel is for compute capability 9.0"
+)
 
 
 def fused(x: torch.Tensor, gate_up: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:

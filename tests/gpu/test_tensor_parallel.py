@@ -21,7 +21,7 @@ from bullet_graph.config import EngineConfig
 from bullet_graph.errors import EngineDeadError
 from bullet_graph.runtime.profile import prepare_profile, profile_model
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")]
+pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 
 
 def make(model: Checkpoint, policy: str, **settings: object) -> Engine:

@@ -3,14 +3,12 @@
 from collections.abc import Callable
 from functools import partial
 
-import pytest
 import torch
 
 from bullet_graph.kernels.launch import Launcher
 from bullet_graph.kernels.ops import TorchOps
 from bullet_graph.kernels.triton_kernels import act_and_mul_kernel
 
-pytestmark = pytest.mark.gpu
 DEVICE = torch.device("cuda")
 ROWS, SIZE = 3, 1000
 
