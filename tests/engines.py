@@ -21,9 +21,6 @@ from bullet_graph.runtime.step import Placement, Step
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 
-at_any_depth = pytest.mark.usefixtures("depth")
-"""Run a test with one and with several steps in flight."""
-
 
 @dataclass(frozen=True)
 class Model:

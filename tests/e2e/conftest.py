@@ -79,7 +79,7 @@ def engine(model: Model) -> Iterator[Engine]:
 
 @pytest.fixture(params=[1, 3], ids=["depth=1", "depth=3"])
 def depth(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    """Steps in flight: the CPU has one by itself, a GPU more."""
+    """Runs a test with one and with several steps in flight: the CPU has one by itself, a GPU more."""
     monkeypatch.setattr(CpuExecutor, "max_in_flight", request.param)
     return int(request.param)
 
@@ -111,7 +111,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
 
 
 @pytest.fixture
-def one_layer_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def short_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     """``auto`` runs all prompts on the prefill lane, one layer at a time; by itself it would not without partitions."""
     choose = Planner.plan
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from checkpoints import FAMILIES, write_checkpoint
-from engines import Model, block_bytes, short_slices
+from engines import Model, block_bytes
 
 from bullet_graph import Engine, EngineStats, SamplingParams, Slo
 from bullet_graph.slo import NO_TARGETS
@@ -66,7 +66,7 @@ def test_greedy_tokens_and_logprobs_equal(oracle: Oracle, policy: str) -> None:
     check(oracle, policy=policy, max_num_seqs=16)
 
 
-@short_slices
+@pytest.mark.usefixtures("short_slices")
 @pytest.mark.parametrize("oracle", WINDOWED, indirect=True)
 @pytest.mark.parametrize(
     ("chunk", "slo"),

@@ -12,7 +12,7 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
-from engines import Gate, Model, at_any_depth, collect, engine_threads, fail_launches, idle, make_engine, tokens_of
+from engines import Gate, Model, collect, engine_threads, fail_launches, idle, make_engine, tokens_of
 from programs import printed_by
 
 import bullet_graph
@@ -75,7 +75,7 @@ async def test_outputs_come_as_they_grow(engine: AsyncEngine, model: Model) -> N
     assert before_s <= metrics.arrival_s <= metrics.first_scheduled_s <= metrics.token_times_s[0]
 
 
-@at_any_depth
+@pytest.mark.usefixtures("depth")
 async def test_many_at_once_equal_each_alone(model: Model) -> None:
     prompts = [[n, 2 * n + 1, 7] * (1 + n % 4) for n in range(12)]
     params = [

@@ -81,9 +81,8 @@ def test_no_request_served_is_an_error(tmp_path: Path) -> None:
     assert "2 of the 2 requests of trace.csv are longer" in refused(bench("--json", trace=trace))
 
 
-def test_conversations_are_tokenized_with_the_models_tokenizer(
-    model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("no_tokenizer")
+def test_conversations_are_tokenized_with_the_models_tokenizer(model: Model, tmp_path: Path) -> None:
     turns = [{"from": "human", "value": "The dog sleeps"}, {"from": "gpt", "value": "on and on"}]
     conversations = tmp_path / "sharegpt.json"
     conversations.write_text(json.dumps([{"conversations": turns}]))
@@ -91,7 +90,6 @@ def test_conversations_are_tokenized_with_the_models_tokenizer(
     figures = json.loads(run(*arguments, "--model", str(model.folder), "--kv-cache-bytes", "4MiB").stdout)
     assert figures["load_format"] == "safetensors"
     assert figures["total_input_tokens"] > 1
-    monkeypatch.setattr("bullet_graph.runtime.resolve.PRESETS_OF_BYTES", frozenset())
     assert "tokenizer" in refused(run(*arguments, "--model", "tiny"))
 
 

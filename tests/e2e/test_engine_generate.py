@@ -5,7 +5,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 from checkpoints import EOS_TOKEN_ID
-from engines import GREEDY, Model, at_any_depth, block_bytes, force_tokens, make_engine, run_to_end, tokens_of
+from engines import GREEDY, Model, block_bytes, force_tokens, make_engine, run_to_end, tokens_of
 
 from bullet_graph import CompletionOutput, Engine, OutputKind, RequestOutput, SamplingParams
 from bullet_graph.engine.output import TokenLogprobs
@@ -50,7 +50,7 @@ def test_an_engine_of_dummy_weights_is_the_same_each_time() -> None:
 # ---- where outputs end ----
 
 
-@at_any_depth
+@pytest.mark.usefixtures("depth")
 def test_max_model_len_ends_an_output(model: Model) -> None:
     params = SamplingParams(temperature=0, max_tokens=1000, ignore_eos=True)
     with make_engine(model.folder, max_model_len=20) as engine:
@@ -60,7 +60,7 @@ def test_max_model_len_ends_an_output(model: Model) -> None:
     assert [output.outputs[0].finish_reason for output in outputs] == ["length", "length"]
 
 
-@at_any_depth
+@pytest.mark.usefixtures("depth")
 def test_end_of_sequence_ends_an_output_unless_ignored(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     force_tokens(monkeypatch, [40, 41, EOS_TOKEN_ID, 42, 43, 44], len(PROMPT))
     with make_engine(model.folder) as engine:
@@ -78,7 +78,7 @@ def test_end_of_sequence_ends_an_output_unless_ignored(model: Model, monkeypatch
     assert going_on.outputs[0].text.startswith(ending.outputs[0].text)
 
 
-@at_any_depth
+@pytest.mark.usefixtures("depth")
 @pytest.mark.parametrize("policy", ["serial", "mixed:3"])
 def test_min_tokens_keeps_stop_tokens_from_being_sampled(model: Model, policy: str) -> None:
     # Stop at what comes first anyway: it must be passed over, then may come.
@@ -140,7 +140,7 @@ def joined(deltas: list[CompletionOutput]) -> tuple[str, tuple[int, ...], tuple[
     return "".join(delta.text for delta in deltas), ids, logprobs
 
 
-@at_any_depth
+@pytest.mark.usefixtures("depth")
 @pytest.mark.parametrize("n", [1, 3])
 def test_deltas_join_to_the_final_output(engine: Engine, n: int) -> None:
     params = SamplingParams(seed=3, n=n, max_tokens=20, min_tokens=2, logprobs=2, stop="e")
@@ -184,7 +184,7 @@ def test_aborting_frees_all_blocks(model: Model, num_steps: int, policy: str) ->
     assert {tokens_of(output)[0] for output in again} == {model.greedy(PROMPT, 12)}
 
 
-@at_any_depth
+@pytest.mark.usefixtures("depth")
 def test_an_abort_keeps_what_was_generated(model: Model, engine: Engine) -> None:
     engine.add_request("a", PROMPT, GREEDY)
     engine.add_request("other", [9, 9], GREEDY)

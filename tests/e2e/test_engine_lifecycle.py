@@ -9,19 +9,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 from decoders import tensors_of as tensors_in
-from engines import (
-    GREEDY,
-    PROMPT,
-    PROMPTS,
-    Model,
-    at_any_depth,
-    fail_launches,
-    make,
-    make_engine,
-    run_to_end,
-    short_slices,
-    tokens_of,
-)
+from engines import GREEDY, PROMPT, PROMPTS, Model, fail_launches, make, make_engine, run_to_end, tokens_of
 
 from bullet_graph import AsyncEngine, Engine, EngineDeadError
 from bullet_graph.kernels.attention import ReferenceAttention
@@ -74,7 +62,7 @@ def calls_of(engine: Engine) -> tuple[Callable[[], object], ...]:
 # ---- shutdown ----
 
 
-@short_slices
+@pytest.mark.usefixtures("short_slices")
 @pytest.mark.parametrize("how", ["shutdown", "context", "dropped", "failed", "failed in a slice"])
 def test_an_engine_gives_its_memory_back(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
     engine = make()
@@ -103,7 +91,7 @@ def test_an_engine_gives_its_memory_back(monkeypatch: pytest.MonkeyPatch, how: s
     assert [reference() for reference in references if reference() is not None] == []
 
 
-@at_any_depth
+@pytest.mark.usefixtures("depth")
 def test_shutdown_twice_and_calls_afterwards(model: Model) -> None:
     engine = make_engine(model.folder)
     engine.add_request("a", PROMPT, GREEDY)
@@ -134,8 +122,7 @@ def test_engines_one_after_the_other_and_side_by_side(model: Model) -> None:
 # ---- failures ----
 
 
-@at_any_depth
-@short_slices
+@pytest.mark.usefixtures("depth", "short_slices")
 @pytest.mark.parametrize("where", ["attention", "launch", "wait", "slice"])
 def test_a_failing_device_ends_the_engine_with_the_cause(monkeypatch: pytest.MonkeyPatch, where: str) -> None:
     error = OSError("the device is on fire")
@@ -176,8 +163,7 @@ def test_nothing_is_freed_of_a_device_that_has_failed(monkeypatch: pytest.Monkey
     assert [reference() is not None for reference in held] == [True]
 
 
-@at_any_depth
-@short_slices
+@pytest.mark.usefixtures("depth", "short_slices")
 @pytest.mark.parametrize(
     ("where", "num_good"),
     [("attention", n) for n in (0, 1, 6, 30)] + [(it, n) for it in ("slice", "launched", "waited") for n in (0, 1, 3)],

@@ -13,7 +13,6 @@ from engines import (
     Model,
     make,
     run_to_end,
-    short_slices,
     step_into_a_prefill,
     tokens_of,
 )
@@ -24,7 +23,7 @@ from bullet_graph.runtime.executor import Executor
 # ---- the same tokens in every policy ----
 
 
-@short_slices
+@pytest.mark.usefixtures("short_slices")
 @pytest.mark.parametrize(
     ("depth", "policy", "slo"),
     [(depth, "auto", slo) for depth in (1, 3) for slo in (Slo(), EASY, IMPOSSIBLE)]
@@ -52,7 +51,7 @@ def test_prompts_that_come_during_decode(model: Model, expected: list[tuple[int,
             assert seconds[engine.config.policy.name] < engine.now() - started_s
 
 
-@short_slices
+@pytest.mark.usefixtures("short_slices")
 def test_slices_cover_a_prompt_while_others_decode(model: Model, launches: Launches) -> None:
     with make(model) as engine:
         engine.add_request("a", PROMPTS[0], GREEDY)
@@ -69,7 +68,7 @@ def test_slices_cover_a_prompt_while_others_decode(model: Model, launches: Launc
 # ---- aborts ----
 
 
-@short_slices
+@pytest.mark.usefixtures("short_slices")
 def test_an_abort_leaves_the_others_of_its_chunk_alone(
     model: Model, launches: Launches, expected: list[tuple[int, ...]]
 ) -> None:
@@ -152,7 +151,7 @@ def test_the_order_of_prompts_changes_with_the_policy(model: Model, expected: li
         assert tokens_of(output) == [expected[3]]
 
 
-@short_slices
+@pytest.mark.usefixtures("short_slices")
 def test_no_policy_changes_under_requests(model: Model, launches: Launches, expected: list[tuple[int, ...]]) -> None:
     with make(model) as engine:
         engine.add_request("a", PROMPTS[3], GREEDY)

@@ -6,18 +6,7 @@ from typing import Any
 import pytest
 from checkpoints import write_checkpoint
 from cli_runner import printed, run
-from engines import (
-    PROMPTS,
-    Launches,
-    Model,
-    block_bytes,
-    make,
-    make_engine,
-    run_to_end,
-    short_slices,
-    step_into_a_prefill,
-    tokens_of,
-)
+from engines import PROMPTS, Launches, Model, block_bytes, make, make_engine, run_to_end, step_into_a_prefill, tokens_of
 
 from bullet_graph import Engine, RequestError, RequestOutput, SamplingParams
 from bullet_graph.engine.block_pool import BlocksRemoved, BlocksStored
@@ -82,7 +71,7 @@ def plain(model: Model) -> Any:
     return found
 
 
-@short_slices
+@pytest.mark.usefixtures("short_slices")
 @pytest.mark.parametrize(
     ("depth", "policy"),
     [(1, "serial"), (3, "mixed"), (1, "mixed:7"), (3, "mixed:7"), (1, "auto"), (3, "auto")],
@@ -131,7 +120,7 @@ def test_sliding_windows(slides: str, tmp_path: Path) -> None:
         assert (engine.stats().prefix_cache_hits > 0) == engine.caches_prefixes
 
 
-@short_slices
+@pytest.mark.usefixtures("short_slices")
 def test_equal_prefixes_between_the_slices_of_a_prompt(model: Model, launches: Launches) -> None:
     greedy = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
     with make(model) as engine:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from engines import PROMPTS, Model, at_any_depth, block_bytes, make, make_engine, run_to_end, short_slices, tokens_of
+from engines import PROMPTS, Model, block_bytes, make, make_engine, run_to_end, tokens_of
 from transformers import RepetitionPenaltyLogitsProcessor
 
 from bullet_graph import Engine, RequestOutput, SamplingParams
@@ -32,7 +32,7 @@ def assert_is(entry: TokenLogprobs, token: int, exact: torch.Tensor, count: int)
     np.testing.assert_allclose(values, [float(exact[token_id]) for token_id, _ in entry.top], atol=1e-4)
 
 
-@at_any_depth
+@pytest.mark.usefixtures("depth")
 @pytest.mark.parametrize(
     "params",
     [
@@ -70,8 +70,7 @@ def seeded(model: Model) -> list[tuple[int, ...]]:
         return [tokens_of(engine.generate(PROMPT, p, use_tqdm=False)[0])[0] for p in SEEDED]
 
 
-@at_any_depth
-@short_slices
+@pytest.mark.usefixtures("depth", "short_slices")
 @pytest.mark.parametrize("policy", ["serial", "mixed", "mixed:3", "serial:2", "auto"])
 def test_a_seed_fixes_the_tokens_whatever_else_runs(model: Model, seeded: list[tuple[int, ...]], policy: str) -> None:
     assert len(set(seeded)) == len(seeded)
@@ -98,7 +97,7 @@ def test_without_a_seed_outputs_differ_but_follow_from_the_engine_s(model: Model
     assert runs[0] != runs[2]
 
 
-@at_any_depth
+@pytest.mark.usefixtures("depth")
 @pytest.mark.parametrize("seed", [20, 2**63 - 2])
 def test_n_samples_take_the_seeds_that_follow(model: Model, seed: int) -> None:
     params = SamplingParams(seed=seed, n=4, max_tokens=10, ignore_eos=True, logprobs=1)
@@ -150,8 +149,7 @@ def assert_scored(model: Model, prompt: Sequence[int], output: RequestOutput, co
         assert_is(entry, token, row, count)
 
 
-@at_any_depth
-@short_slices
+@pytest.mark.usefixtures("depth", "short_slices")
 @pytest.mark.parametrize("policy", ["serial", "mixed:7", "auto"])
 def test_every_token_of_a_prompt_is_scored(model: Model, expected: list[tuple[int, ...]], policy: str) -> None:
     greedy = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -168,7 +166,7 @@ def test_every_token_of_a_prompt_is_scored(model: Model, expected: list[tuple[in
         assert output.outputs[0].finish_reason == "length"
 
 
-@at_any_depth
+@pytest.mark.usefixtures("depth")
 def test_a_preempted_prompt_is_scored_once(model: Model) -> None:
     params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, prompt_logprobs=1)
     prompts = [[n, 7, 30 + n, 9, 11, 250] for n in range(3)]
@@ -247,8 +245,7 @@ def expected_adjusted(model: Model) -> list[tuple[int, ...]]:
     return tokens
 
 
-@at_any_depth
-@short_slices
+@pytest.mark.usefixtures("depth", "short_slices")
 @pytest.mark.parametrize("policy", ["serial", "mixed:3", "auto"])
 def test_greedy_tokens_equal_the_oracle_s(model: Model, expected_adjusted: list[tuple[int, ...]], policy: str) -> None:
     plain = greedy()
@@ -259,7 +256,7 @@ def test_greedy_tokens_equal_the_oracle_s(model: Model, expected_adjusted: list[
     assert [tokens_of(o)[0] for o in outputs] == [plain_tokens, *expected_adjusted, plain_tokens]
 
 
-@at_any_depth
+@pytest.mark.usefixtures("depth")
 def test_a_preempted_request_goes_on_with_its_counts(model: Model, expected_adjusted: list[tuple[int, ...]]) -> None:
     # Four blocks besides that of padding; each sequence grows into a third.
     with make_engine(model.folder, max_model_len=64, kv_cache_bytes=5 * block_bytes(model)) as engine:

@@ -4,7 +4,7 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
-from engines import EASY, GREEDY, LENGTHS, PROMPTS, Launches, Model, fail_launches, make, run_to_end, short_slices
+from engines import EASY, GREEDY, LENGTHS, PROMPTS, Launches, Model, fail_launches, make, run_to_end
 
 from bullet_graph import ConfigError, EngineDeadError, RequestError, Slo
 from bullet_graph.perf.trace import read_trace
@@ -13,7 +13,7 @@ from bullet_graph.runtime.cpu import CpuExecutor
 # ---- decision traces ----
 
 
-@short_slices
+@pytest.mark.usefixtures("short_slices")
 @pytest.mark.parametrize("policy", ["mixed", "auto"])
 def test_a_trace_holds_all_that_happened(model: Model, launches: Launches, tmp_path: Path, policy: str) -> None:
     path = tmp_path / "trace.jsonl"

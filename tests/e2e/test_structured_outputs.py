@@ -16,20 +16,7 @@ import openai
 import pydantic
 import pytest
 import tokenizers
-from engines import (
-    GREEDY,
-    PROMPTS,
-    Launches,
-    Model,
-    at_any_depth,
-    block_bytes,
-    collect,
-    make,
-    make_engine,
-    run_to_end,
-    short_slices,
-    tokens_of,
-)
+from engines import GREEDY, PROMPTS, Launches, Model, block_bytes, collect, make, make_engine, run_to_end, tokens_of
 from json_schemas import random_schema
 from servers import MODEL, Served, serving
 
@@ -157,7 +144,7 @@ def alone(model: Model) -> list[RequestOutput]:
         return [engine.generate([p], _code(i), use_tqdm=False)[0] for i, p in enumerate(PROMPTS)]
 
 
-@short_slices
+@pytest.mark.usefixtures("short_slices")
 @pytest.mark.parametrize(
     ("depth", "policy"), [(1, "serial"), (3, "mixed:16"), (1, "auto"), (3, "auto")], indirect=["depth"]
 )
@@ -200,7 +187,7 @@ def test_only_free_rows_are_launched_ahead(model: Model, depth: int, launches: L
     assert sum(len(row) for row in free) == GREEDY.max_tokens - 1
 
 
-@at_any_depth
+@pytest.mark.usefixtures("depth")
 def test_a_preempted_output_goes_on(model: Model) -> None:
     prompt, digits = [5, 17, 300, 8, 17], StructuredOutputs(regex="[0-9]{35}")
     params = [dataclasses.replace(_code(i), temperature=0.1, structured_outputs=digits) for i in range(4)]

@@ -77,7 +77,7 @@ def test_tokens_under_every_policy(policy: str, engine: Engine, alone: Engine) -
     check_equal((alone, engine), policy, PROMPTS, GREEDY)
 
 
-@pytest.mark.usefixtures("one_layer_at_a_time")
+@pytest.mark.usefixtures("short_slices")
 def test_both_lanes(engine: Engine, alone: Engine) -> None:
     check_equal((alone, engine), "auto", PROMPTS, [GREEDY, SAMPLED] * 3)
     assert all(each.stats().lane_seconds["prefill"] > 0 for each in (alone, engine))
