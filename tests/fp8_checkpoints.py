@@ -79,6 +79,14 @@ def change_config(folder: Path, **changes: Any) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
+def quantized_experts(weights: Tensor, blocks: bool | None) -> Linear:
+    """Projections of experts, [num_experts, out_features, in_features]; ``blocks`` None: not quantized."""
+    if blocks is None:
+        return Linear(weights)
+    values, scales = zip(*(quantize_weight(weight, blocks=blocks) for weight in weights), strict=True)
+    return Linear(torch.stack(values), None, torch.stack(scales), 128 if blocks else weights.shape[-1])
+
+
 def dequantized(linear: Linear) -> Tensor:
     """Weights of a projection, or of the experts' projections, in float32 if they are in FP8."""
     if linear.scale is None:

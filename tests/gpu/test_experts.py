@@ -1,17 +1,13 @@
 """A mixture of experts on the GPU with its own tilings: against the reference, and captured for any routing."""
 
-from dataclasses import replace
-
 import pytest
 import torch
+from fp8_checkpoints import quantized_experts
 
-from bullet_graph.kernels.fp8 import quantize_weight
 from bullet_graph.kernels.gpu import captured
 from bullet_graph.kernels.ops import Experts, Linear, TorchOps
 from bullet_graph.kernels.triton_ops import TritonOps
-from bullet_graph.models.config import ModelConfig
 from bullet_graph.models.presets import PRESETS
-from bullet_graph.perf.roofline import Fp8Weights
 
 DEVICE = torch.device("cuda")
 
@@ -21,29 +17,18 @@ def normal(*shape: int, std: float = 1.0) -> torch.Tensor:
     return (torch.randn(*shape, generator=generator, device=DEVICE) * std).bfloat16()
 
 
-def stacked(shape: tuple[int, ...], config: ModelConfig) -> Linear:
-    weights = normal(*shape, std=shape[-1] ** -0.5)
-    if config.fp8 is None:
-        return Linear(weights)
-    blocks = config.fp8.blocks
-    values, scales = zip(*(quantize_weight(weight, blocks=blocks) for weight in weights), strict=True)
-    return Linear(torch.stack(values), None, torch.stack(scales), 128 if blocks else shape[-1])
-
-
 @pytest.fixture(
     scope="module",
-    params=[
-        *[(name, None) for name in ("qwen3-30b-a3b", "mixtral-8x7b")],
-        *[(name, Fp8Weights(blocks)) for name in ("qwen3-30b-a3b", "mixtral-8x7b") for blocks in (False, True)],
-    ],
+    params=[(name, blocks) for blocks in (None, False, True) for name in ("qwen3-30b-a3b", "mixtral-8x7b")],
     ids=str,
 )
 def experts(request: pytest.FixtureRequest) -> Experts:
-    name, fp8 = request.param
-    config = replace(PRESETS[name], fp8=fp8)
+    name, blocks = request.param
+    config = PRESETS[name]
     count, hidden, size = config.num_experts, config.hidden_size, config.expert_intermediate_size
     router = Linear(normal(count, hidden, std=hidden**-0.5))
-    gate_up, down = (stacked(shape, config) for shape in ((count, 2 * size, hidden), (count, hidden, size)))
+    gate_up = quantized_experts(normal(count, 2 * size, hidden, std=hidden**-0.5), blocks)
+    down = quantized_experts(normal(count, hidden, size, std=size**-0.5), blocks)
     return Experts(router, gate_up, down, top_k=config.experts_per_token, renormalize=True)
 
 

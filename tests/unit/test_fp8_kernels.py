@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from fp8_checkpoints import dequantized
+from fp8_checkpoints import dequantized, quantized_experts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -175,15 +175,6 @@ def scaled(*shape: int) -> torch.Tensor:
     return normal(*shape, seed=sum(shape)) * shape[-1] ** -0.5
 
 
-def stacked(count: int, rows: int, columns: int, blocks: bool | None) -> Linear:
-    """Projections of experts; ``blocks`` None: not quantized."""
-    weights = scaled(count, rows, columns)
-    if blocks is None:
-        return Linear(weights)
-    values, scales = zip(*(quantize_weight(weight, blocks=blocks) for weight in weights), strict=True)
-    return Linear(torch.stack(values), None, torch.stack(scales), 128 if blocks else columns)
-
-
 def error(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float((found - expected).norm() / expected.norm())
 
@@ -197,7 +188,8 @@ def error(found: torch.Tensor, expected: torch.Tensor) -> float:
 def test_experts_equal_the_reference(first: bool | None, last: bool | None, hidden: int, rows: int) -> None:
     count, size, top_k = 6, 128, 3
     x, router = 3 * scaled(rows, hidden), Linear(scaled(count, hidden) * 5)
-    fused, down = stacked(count, 2 * size, hidden, first), stacked(count, hidden, size, last)
+    fused = quantized_experts(scaled(count, 2 * size, hidden), first)
+    down = quantized_experts(scaled(count, hidden, size), last)
     experts = Experts(router, fused, down, top_k, renormalize=True)
     expected = TorchOps().experts(x, experts)
     plain = experts._replace(gate_up=Linear(dequantized(fused)), down=Linear(dequantized(down)))
