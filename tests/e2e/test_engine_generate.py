@@ -61,15 +61,11 @@ def test_max_model_len_ends_an_output(model: Model) -> None:
 
 
 @pytest.mark.usefixtures("depth")
-def test_end_of_sequence_ends_an_output_unless_ignored(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_end_of_sequence_ends_an_output_unless_ignored(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     force_tokens(monkeypatch, [40, 41, EOS_TOKEN_ID, 42, 43, 44], len(PROMPT))
-    with make_engine(model.folder) as engine:
-        ending, going_on = engine.generate(
-            [PROMPT, PROMPT],
-            [SamplingParams(max_tokens=6), SamplingParams(max_tokens=6, ignore_eos=True)],
-            use_tqdm=False,
-        )
-        assert engine.stats().kv_blocks_used == 0
+    ending, going_on = engine.generate(
+        [PROMPT, PROMPT], [SamplingParams(max_tokens=6), SamplingParams(max_tokens=6, ignore_eos=True)], use_tqdm=False
+    )
     assert ending.outputs[0].token_ids == (40, 41, EOS_TOKEN_ID)
     assert ending.outputs[0].finish_reason == "stop"
     assert "eos" not in ending.outputs[0].text

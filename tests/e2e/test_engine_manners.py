@@ -4,8 +4,10 @@ import copy
 import pickle
 
 import pytest
-from engines import GREEDY, Model, make_engine
+from engines import GREEDY, Model
 from programs import printed_by
+
+from bullet_graph import Engine
 
 PROMPT = [5, 17, 300, 8]
 
@@ -125,18 +127,16 @@ def test_a_new_engine_in_a_fork_is_refused_unless_it_has_one_thread(model: Model
     assert printed_by(FORKED_FIRST, str(model.folder)).splitlines() == ["True True", "served 1", "2"]
 
 
-def test_an_engine_is_not_copied(model: Model) -> None:
-    with make_engine(model.folder) as engine:
-        for attempt in (pickle.dumps, copy.copy, copy.deepcopy):
-            with pytest.raises(TypeError, match="an Engine cannot be pickled or copied"):
-                attempt(engine)
+def test_an_engine_is_not_copied(engine: Engine) -> None:
+    for attempt in (pickle.dumps, copy.copy, copy.deepcopy):
+        with pytest.raises(TypeError, match="an Engine cannot be pickled or copied"):
+            attempt(engine)
 
 
-def test_nothing_is_printed_unless_asked_for(model: Model, capfd: pytest.CaptureFixture[str]) -> None:
-    with make_engine(model.folder) as engine:
-        engine.generate([PROMPT], GREEDY, use_tqdm=False)
-        assert capfd.readouterr() == ("", "")
-        engine.generate([PROMPT, PROMPT, []], GREEDY)
-        out, err = capfd.readouterr()
+def test_nothing_is_printed_unless_asked_for(capfd: pytest.CaptureFixture[str], engine: Engine) -> None:
+    engine.generate([PROMPT], GREEDY, use_tqdm=False)
+    assert capfd.readouterr() == ("", "")
+    engine.generate([PROMPT, PROMPT, []], GREEDY)
+    out, err = capfd.readouterr()
     assert out == ""
     assert "3/3" in err

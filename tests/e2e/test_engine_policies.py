@@ -23,7 +23,6 @@ from bullet_graph.runtime.executor import Executor
 # ---- the same tokens in every policy ----
 
 
-@pytest.mark.usefixtures("short_slices")
 @pytest.mark.parametrize(
     ("depth", "policy", "slo"),
     [(depth, "auto", slo) for depth in (1, 3) for slo in (Slo(), EASY, IMPOSSIBLE)]
@@ -32,7 +31,7 @@ from bullet_graph.runtime.executor import Executor
     indirect=["depth"],
     ids=str,
 )
-@pytest.mark.usefixtures("depth")
+@pytest.mark.usefixtures("depth", "short_slices")
 def test_prompts_that_come_during_decode(model: Model, expected: list[tuple[int, ...]], policy: str, slo: Slo) -> None:
     with make(model, policy, slo=slo) as engine:
         started_s = engine.now()

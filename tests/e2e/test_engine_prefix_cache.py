@@ -71,13 +71,12 @@ def plain(model: Model) -> Any:
     return found
 
 
-@pytest.mark.usefixtures("short_slices")
 @pytest.mark.parametrize(
     ("depth", "policy"),
     [(1, "serial"), (3, "mixed"), (1, "mixed:7"), (3, "mixed:7"), (1, "auto"), (3, "auto")],
     indirect=["depth"],
 )
-@pytest.mark.usefixtures("depth")
+@pytest.mark.usefixtures("depth", "short_slices")
 def test_tokens_are_those_without_the_cache(model: Model, plain: Any, policy: str) -> None:
     with make(model, policy) as engine:
         outputs = conversation(engine)

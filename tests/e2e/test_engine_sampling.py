@@ -187,9 +187,8 @@ def test_samples_share_the_scores_which_come_at_the_end(model: Model) -> None:
     assert_scored(model, PROMPTS[4], outputs[-1], 0)
 
 
-def test_a_prompt_of_one_token_has_nothing_to_score(model: Model) -> None:
-    with make_engine(model.folder) as engine:
-        (output,) = engine.generate([5], SCORE, use_tqdm=False)
+def test_a_prompt_of_one_token_has_nothing_to_score(engine: Engine) -> None:
+    (output,) = engine.generate([5], SCORE, use_tqdm=False)
     assert output.prompt_logprobs == (None,)
     assert output.finished
     assert output.metrics.token_times_s == ()
@@ -265,45 +264,43 @@ def test_a_preempted_request_goes_on_with_its_counts(model: Model, expected_adju
     assert [tokens_of(output)[0] for output in outputs] == expected_adjusted
 
 
-def test_each_sample_counts_its_own_tokens(model: Model) -> None:
+def test_each_sample_counts_its_own_tokens(engine: Engine) -> None:
     params = SamplingParams(seed=3, n=3, max_tokens=30, ignore_eos=True, presence_penalty=2, logit_bias={9: 9.0})
     banned = SamplingParams(seed=3, n=3, max_tokens=30, ignore_eos=True, logit_bias={9: -100.0})
-    with make_engine(model.folder) as engine:
-        together, without = engine.generate([REPEATING, REPEATING], [params, banned], use_tqdm=False)
-        singles = [
-            engine.generate(
-                REPEATING,
-                SamplingParams(seed=3 + i, max_tokens=30, ignore_eos=True, presence_penalty=2, logit_bias={9: 9.0}),
-                use_tqdm=False,
-            )[0]
-            for i in range(3)
-        ]
+    together, without = engine.generate([REPEATING, REPEATING], [params, banned], use_tqdm=False)
+    singles = [
+        engine.generate(
+            REPEATING,
+            SamplingParams(seed=3 + i, max_tokens=30, ignore_eos=True, presence_penalty=2, logit_bias={9: 9.0}),
+            use_tqdm=False,
+        )[0]
+        for i in range(3)
+    ]
     assert tokens_of(together) == [tokens_of(single)[0] for single in singles]
     assert all(9 in tokens for tokens in tokens_of(together))
     assert not any(9 in tokens for tokens in tokens_of(without))
 
 
-def test_bad_words_do_not_appear_but_their_beginnings_do(model: Model) -> None:
+def test_bad_words_do_not_appear_but_their_beginnings_do(model: Model, engine: Engine) -> None:
     plain = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
-    with make_engine(model.folder) as engine:
-        assert engine.tokenizer is not None
-        (text,) = [o.outputs[0].text for o in engine.generate([[5, 17]], plain, use_tqdm=False)]
-        ids = tokens_of(engine.generate([5, 17], plain, use_tqdm=False)[0])[0]
-        # A pair of tokens that is generated, and that its text is tokenized into.
-        words = ["".join(engine.tokenizer.decode([i]) for i in pair) for pair in itertools.pairwise(ids)]
-        word = next(
-            w
-            for w, pair in zip(words, itertools.pairwise(ids), strict=True)
-            if w.strip() == w and tuple(engine.tokenizer.encode(w, False)) == pair
-        )
-        (output,) = engine.generate([5, 17], dataclasses.replace(plain, bad_words=[word]), use_tqdm=False)
-        without, first = tokens_of(output)[0], engine.tokenizer.encode(word, False)[0]
-        assert word in text
-        assert word not in output.outputs[0].text
-        assert first in without
-        # Up to the word, nothing changes; from there the second best token follows.
-        common = next(i for i, (a, b) in enumerate(zip(ids, without, strict=True)) if a != b)
-        assert model.logits([5, 17, *without[:common]])[-1].topk(2).indices.tolist() == [ids[common], without[common]]
+    assert engine.tokenizer is not None
+    (text,) = [o.outputs[0].text for o in engine.generate([[5, 17]], plain, use_tqdm=False)]
+    ids = tokens_of(engine.generate([5, 17], plain, use_tqdm=False)[0])[0]
+    # A pair of tokens that is generated, and that its text is tokenized into.
+    words = ["".join(engine.tokenizer.decode([i]) for i in pair) for pair in itertools.pairwise(ids)]
+    word = next(
+        w
+        for w, pair in zip(words, itertools.pairwise(ids), strict=True)
+        if w.strip() == w and tuple(engine.tokenizer.encode(w, False)) == pair
+    )
+    (output,) = engine.generate([5, 17], dataclasses.replace(plain, bad_words=[word]), use_tqdm=False)
+    without, first = tokens_of(output)[0], engine.tokenizer.encode(word, False)[0]
+    assert word in text
+    assert word not in output.outputs[0].text
+    assert first in without
+    # Up to the word, nothing changes; from there the second best token follows.
+    common = next(i for i, (a, b) in enumerate(zip(ids, without, strict=True)) if a != b)
+    assert model.logits([5, 17, *without[:common]])[-1].topk(2).indices.tolist() == [ids[common], without[common]]
 
 
 @pytest.mark.parametrize(
@@ -313,18 +310,17 @@ def test_bad_words_do_not_appear_but_their_beginnings_do(model: Model) -> None:
         ([f"{a}{b}{c}" for a in "xyz" for b in "QWERTYUIOP" for c in "QWERTYUIOP"], "at most 256 of them"),
     ],
 )
-def test_bad_words_that_have_no_room_are_refused(model: Model, words: list[str], message: str) -> None:
-    with make_engine(model.folder) as engine, pytest.raises(SamplingParamsError, match=message):
+def test_bad_words_that_have_no_room_are_refused(engine: Engine, words: list[str], message: str) -> None:
+    with pytest.raises(SamplingParamsError, match=message):
         engine.generate([1], SamplingParams(bad_words=words), use_tqdm=False)
 
 
 @pytest.mark.parametrize("masked", [False, True])
-def test_logprobs_are_those_of_the_unadjusted_logits(model: Model, masked: bool) -> None:
+def test_logprobs_are_those_of_the_unadjusted_logits(model: Model, engine: Engine, masked: bool) -> None:
     best = model.greedy(REPEATING, 1)[0]
     adjusted = {"min_tokens": 1, "stop_token_ids": [best]} if masked else {"logit_bias": {best: -100.0}}
     params = SamplingParams(temperature=0, max_tokens=1, logprobs=1, **adjusted)
-    with make_engine(model.folder) as engine:
-        (output,) = engine.generate(REPEATING, params, use_tqdm=False)
+    (output,) = engine.generate(REPEATING, params, use_tqdm=False)
     (completion,) = output.outputs
     assert completion.logprobs is not None
     assert completion.token_ids != (best,)

@@ -95,14 +95,13 @@ def test_an_output_ends_where_nothing_may_follow(tiny: Engine) -> None:
     assert re.fullmatch("[0-9]{4}", sample.text)
 
 
-def test_end_of_sequence_is_sampled_only_where_the_grammar_may_end(model: Model) -> None:
+def test_end_of_sequence_is_sampled_only_where_the_grammar_may_end(engine: Engine) -> None:
     """The checkpoint has an end-of-sequence token, which is favoured above all."""
-    with make_engine(model.folder) as engine:
-        (eos, *_) = sorted(engine.model_config.eos_token_ids)
-        params = SamplingParams(
-            max_tokens=60, logit_bias={eos: 100.0}, structured_outputs=StructuredOutputs(regex="[a-z]{5,40}")
-        )
-        (output,) = engine.generate([[1, 2]], params, use_tqdm=False)
+    (eos, *_) = sorted(engine.model_config.eos_token_ids)
+    params = SamplingParams(
+        max_tokens=60, logit_bias={eos: 100.0}, structured_outputs=StructuredOutputs(regex="[a-z]{5,40}")
+    )
+    (output,) = engine.generate([[1, 2]], params, use_tqdm=False)
     (sample,) = output.outputs
     assert (sample.token_ids[-1], sample.finish_reason) == (eos, "stop")
     assert re.fullmatch("[a-z]{5,9}", sample.text)
@@ -144,11 +143,10 @@ def alone(model: Model) -> list[RequestOutput]:
         return [engine.generate([p], _code(i), use_tqdm=False)[0] for i, p in enumerate(PROMPTS)]
 
 
-@pytest.mark.usefixtures("short_slices")
 @pytest.mark.parametrize(
     ("depth", "policy"), [(1, "serial"), (3, "mixed:16"), (1, "auto"), (3, "auto")], indirect=["depth"]
 )
-@pytest.mark.usefixtures("depth")
+@pytest.mark.usefixtures("depth", "short_slices")
 def test_structured_outputs_among_others(
     model: Model, expected: list[tuple[int, ...]], alone: list[RequestOutput], policy: str
 ) -> None:
@@ -172,12 +170,11 @@ def _code(seed: int) -> SamplingParams:
 
 
 @pytest.mark.parametrize("depth", [3], indirect=True)
-def test_only_free_rows_are_launched_ahead(model: Model, depth: int, launches: Launches) -> None:
+def test_only_free_rows_are_launched_ahead(depth: int, launches: Launches, engine: Engine) -> None:
     del depth
-    with make_engine(model.folder) as engine:
-        for name, params in (("free", GREEDY), ("code", _code(1))):
-            engine.add_request(name, [5, 17], params)
-        run_to_end(engine)
+    for name, params in (("free", GREEDY), ("code", _code(1))):
+        engine.add_request(name, [5, 17], params)
+    run_to_end(engine)
     steps = [step for step, _ in launches if step.decode is not None]
     slots = [set(step.bitmasks.slots.tolist()) if step.bitmasks is not None else set() for step in steps]
     free = [set(step.decode.slots.tolist()) - own for step, own in zip(steps, slots, strict=True) if step.decode]
