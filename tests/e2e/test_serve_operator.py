@@ -12,7 +12,7 @@ from unittest.mock import Mock
 
 import pytest
 from checkpoints import BOS_TOKEN_ID
-from engines import Gate, Model, before_launch
+from engines import Gate, Model
 from servers import MODEL, Served, as_http, serving
 
 from bullet_graph.engine.core import EngineCore
@@ -32,10 +32,8 @@ def served() -> Iterator[Served]:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_tokens_are_counted_as_they_come(monkeypatch: pytest.MonkeyPatch, stream: bool) -> None:
-    gate = Gate(10)
+def test_tokens_are_counted_as_they_come(gate: Gate, stream: bool) -> None:
     with serving(max_model_len=64) as served:
-        before_launch(monkeypatch, lambda *_: gate.wait())
         body = {"prompt": [1] * 7, "max_tokens": 40, "n": 2, "ignore_eos": True, "stream": stream}
         asking = threading.Thread(target=served.post, args=(COMPLETIONS,), kwargs=body)
         asking.start()
@@ -113,18 +111,14 @@ def test_what_is_refused_before_it_is_read_is_logged(served: Served, log: Log) -
         assert (found, f"X-Request-Id: {request_id}\r\n" in answer) == (line, True)
 
 
-def test_a_request_whose_client_left_is_logged(served: Served, log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
-    gate = Gate(1)
-    before_launch(monkeypatch, lambda *_: gate.wait())
+@pytest.mark.usefixtures("gate")
+def test_a_request_whose_client_left_is_logged(served: Served, log: Log) -> None:
     connection = served.connect(as_http({"prompt": [1] * 7, "max_tokens": 50, "ignore_eos": True}))
     while not served.server.gate.num_inside:
         pass
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
     connection.close()
-    try:
-        assert log.take(1)[0][:4] == ("POST", COMPLETIONS, "499", "7")
-    finally:
-        gate.open()
+    assert log.take(1)[0][:4] == ("POST", COMPLETIONS, "499", "7")
 
 
 def test_the_command_writes_the_log_to_stderr(capsys: pytest.CaptureFixture[str]) -> None:
