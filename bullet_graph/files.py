@@ -7,6 +7,8 @@ from contextlib import contextmanager, suppress
 from io import BufferedReader
 from pathlib import Path
 
+PACKAGE_FOLDER = Path(__file__).resolve().parent
+
 
 @contextmanager
 def draft_of(path: Path) -> Iterator[Path]:

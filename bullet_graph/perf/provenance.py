@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bullet_graph._version import __version__
+from bullet_graph.files import PACKAGE_FOLDER
 from bullet_graph.perf.energy import nvml_driver_version
 
 if TYPE_CHECKING:
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
 
 _DISTRIBUTIONS = {"torch": "torch", "triton": "triton", "flashinfer": "flashinfer-python"}
 COMMIT_STAMP = "_commit"
-_PACKAGE_FOLDER = Path(__file__).resolve().parents[1]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +51,7 @@ def collect_provenance(device: "torch.device | str") -> Provenance:
     # Others read versions here without torch.
     import torch  # noqa: PLC0415
 
-    commit, is_dirty = git_state(_PACKAGE_FOLDER) or (None, None)
+    commit, is_dirty = git_state(PACKAGE_FOLDER) or (None, None)
     device = torch.device(device)
     gpu = None if device.type == "cpu" else torch.cuda.get_device_properties(device)
     return Provenance(

@@ -15,7 +15,7 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, create_mod
 from pydantic.dataclasses import dataclass
 
 from bullet_graph.errors import PerfTableError, PerfTableWarning, first_problem
-from bullet_graph.files import draft_of
+from bullet_graph.files import PACKAGE_FOLDER, draft_of
 from bullet_graph.perf.performance import PerformanceModel, attention_pairs
 from bullet_graph.perf.roofline import DecoderShape
 
@@ -24,7 +24,6 @@ PROFILE_AGAIN = "measure it again with `bullet-graph profile`"
 FORMAT = "bullet_graph performance table"
 VERSION = 1
 
-_PACKAGE_FOLDER = Path(__file__).resolve().parents[1]
 
 Amount = Annotated[int, Field(strict=True, ge=0)]
 Count = Annotated[int, Field(strict=True, ge=1)]
@@ -329,8 +328,8 @@ def _checksum(content: dict[str, Any]) -> str:
 
 def shipped_folder() -> Path:
     """Folder of shipped tables: inside an installed package, or beside the package in a checkout."""
-    installed = _PACKAGE_FOLDER / "_capture"
-    return installed if installed.is_dir() else _PACKAGE_FOLDER.parent / "capture"
+    installed = PACKAGE_FOLDER / "_capture"
+    return installed if installed.is_dir() else PACKAGE_FOLDER.parent / "capture"
 
 
 def gpu_nickname(gpu: str) -> str:

@@ -7,18 +7,17 @@ import platform
 import subprocess
 import sys
 from collections.abc import Mapping
-from pathlib import Path
 
 import torch
 
 from bullet_graph.captures.manifest import digest
 from bullet_graph.errors import DeviceError
+from bullet_graph.files import PACKAGE_FOLDER
 from bullet_graph.models.config import ModelConfig
 from bullet_graph.perf.energy import nvml_driver_version
 from bullet_graph.perf.provenance import host_cpu, installed_version
 from bullet_graph.runtime.resolve import Runtime, find_device
 
-_PACKAGE_FOLDER = Path(__file__).resolve().parents[1]
 _NONE = "none"
 
 SOURCES = (
@@ -82,8 +81,8 @@ def machine_components(device: torch.device) -> dict[str, str]:
 def code_digest() -> str:
     """Shortened SHA-256 over the package's :data:`SOURCES`, by name and content."""
     hashes = {}
-    for path in (path for pattern in SOURCES for path in _PACKAGE_FOLDER.glob(pattern)):
-        name = path.relative_to(_PACKAGE_FOLDER).as_posix()
+    for path in (path for pattern in SOURCES for path in PACKAGE_FOLDER.glob(pattern)):
+        name = path.relative_to(PACKAGE_FOLDER).as_posix()
         if name not in _NO_KERNELS:
             hashes[name] = hashlib.sha256(path.read_bytes()).hexdigest()
     return digest(hashes)

@@ -75,12 +75,12 @@ def test_the_model_is_its_shape_alone() -> None:
 
 
 def test_sources_are_there_and_change_the_digest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = runtime_fingerprint._PACKAGE_FOLDER
+    folder = runtime_fingerprint.PACKAGE_FOLDER
     for pattern in SOURCES:
         assert list(folder.glob(pattern)), pattern
     for name in runtime_fingerprint._NO_KERNELS:
         assert (folder / name).is_file()
-    monkeypatch.setattr(runtime_fingerprint, "_PACKAGE_FOLDER", tmp_path)
+    monkeypatch.setattr(runtime_fingerprint, "PACKAGE_FOLDER", tmp_path)
     for name in ("models/layers.py", "models/families/llama.py", "models/tokenizer.py", "cli/main.py"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("1")

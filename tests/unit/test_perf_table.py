@@ -291,7 +291,7 @@ def test_tables_are_found_by_name_or_path(tmp_path: Path, monkeypatch: pytest.Mo
 def test_an_installed_package_looks_inside_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     package = tmp_path / "bullet_graph"
     package.mkdir()
-    monkeypatch.setattr(tables, "_PACKAGE_FOLDER", package)
+    monkeypatch.setattr(tables, "PACKAGE_FOLDER", package)
     assert tables.shipped_folder() == tmp_path / "capture"
     (package / "_capture").mkdir()
     assert tables.shipped_folder() == package / "_capture"
