@@ -4,6 +4,8 @@ Errors that the caller can mend also derive from :class:`ValueError`. The comman
 :class:`BulletGraphError` into exit code 2.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -92,6 +94,15 @@ class EngineDeadError(BulletGraphError, RuntimeError):
 
 class RankError(BulletGraphError, RuntimeError):
     """A rank of tensor parallelism failed, ended or hangs; the message names it. The engine cannot go on."""
+
+
+@contextmanager
+def file_errors(doing: str, kind: type[BulletGraphError] = CacheError) -> Iterator[None]:
+    """Turn an OSError of the block into an error of this kind that begins with ``doing``."""
+    try:
+        yield
+    except OSError as error:
+        raise kind(f"{doing}: {error}") from error
 
 
 def first_problem(error: "ValidationError") -> str:

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import IO, Any
 
 from bullet_graph.captures.manifest import CHUNK_BYTES, MAX_MANIFEST_BYTES, Manifest, StoredFile
-from bullet_graph.captures.store import FILES_NAME, CaptureStore, Entry, file_errors
-from bullet_graph.errors import CacheError
+from bullet_graph.captures.store import FILES_NAME, CaptureStore, Entry
+from bullet_graph.errors import CacheError, file_errors
 from bullet_graph.files import draft_of, open_regular
 
 MANIFEST_MEMBER = "manifest.json"
@@ -194,15 +194,13 @@ def _load_key(file: Path, *, is_private: bool) -> Any:
         raise CacheError(
             "signatures need the cryptography package, which is not installed: pip install 'bullet-graph[sign]'"
         ) from error
+    with file_errors(f"cannot read the key {file}"), file.open("rb") as opened:
+        pem = opened.read(_MAX_KEY_BYTES)
     try:
-        with file.open("rb") as opened:
-            pem = opened.read(_MAX_KEY_BYTES)
         if is_private:
             key: object = serialization.load_pem_private_key(pem, password=None)
         else:
             key = serialization.load_pem_public_key(pem)
-    except OSError as error:
-        raise CacheError(f"cannot read the key {file}: {error}") from error
     # TypeError: the private key is encrypted.
     except (TypeError, ValueError, UnsupportedAlgorithm) as error:
         raise CacheError(f"the key {file} cannot be used, unencrypted PEM is required: {error}") from error

@@ -22,7 +22,7 @@ from filelock import FileLock, Timeout
 from platformdirs import user_cache_path
 
 from bullet_graph.captures import manifest as manifests
-from bullet_graph.errors import CacheError
+from bullet_graph.errors import CacheError, file_errors
 from bullet_graph.files import open_regular
 
 MANIFEST_NAME = "manifest.json"
@@ -30,15 +30,6 @@ FILES_NAME = "files"
 REJECTION_NAME = "rejected"
 
 _MAX_REASON_BYTES = 500
-
-
-@contextmanager
-def file_errors(doing: str) -> Iterator[None]:
-    """Turn an OSError of the block into a CacheError that begins with ``doing``."""
-    try:
-        yield
-    except OSError as error:
-        raise CacheError(f"{doing}: {error}") from error
 
 
 @dataclass(frozen=True, slots=True)

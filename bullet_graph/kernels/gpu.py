@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from bullet_graph.errors import DeviceError
+from bullet_graph.errors import DeviceError, file_errors
 
 _LT_ROWS = (17, 112)
 """First and last number of rows for which cublasLt chooses faster kernels than cuBLAS."""
@@ -51,10 +51,8 @@ def _set_sm_count(num_sms: int) -> None:
 def _library() -> ctypes.CDLL:
     """The cuBLAS that torch has loaded, by its name."""
     name = f"libcublas.so.{(torch.version.cuda or '').partition('.')[0]}"
-    try:
+    with file_errors(f"decode graphs on part of the GPU need torch's {name}", DeviceError):
         return ctypes.CDLL(name)
-    except OSError as error:
-        raise DeviceError(f"decode graphs on part of the GPU need torch's {name}: {error}") from error
 
 
 @contextmanager

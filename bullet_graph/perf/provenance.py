@@ -7,6 +7,7 @@ import re
 import subprocess
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -76,14 +77,15 @@ def git_state(folder: Path) -> tuple[str, bool] | None:
     (with the suffix ``-dirty`` where the tree was). A package installed inside another project's checkout must not
     get that project's commit.
     """
-    if not _git(folder, "ls-files", "--", "."):
+    git = partial(output_of, "git", "-C", str(folder))
+    if not git("ls-files", "--", "."):
         stamp = folder / COMMIT_STAMP
         if not stamp.is_file():
             return None
         stamped, _, dirty = stamp.read_text(encoding="ascii").strip().partition("-")
         return stamped, bool(dirty)
-    commit = _git(folder, "rev-parse", "HEAD")
-    changes = _git(folder, "status", "--porcelain", "--", ".")
+    commit = git("rev-parse", "HEAD")
+    changes = git("status", "--porcelain", "--", ".")
     return None if not commit or changes is None else (commit, bool(changes))
 
 
@@ -92,13 +94,12 @@ def without_folder(text: str, folder: Path | None = None, short: str = "~/") -> 
     return re.sub(rf"(?<![\w./-]){re.escape(str(folder or Path.home()))}/", short, text)
 
 
-def _git(folder: Path, *arguments: str) -> str | None:
-    command = ["git", "-C", str(folder), *arguments]
+def output_of(*command: str) -> str | None:
+    """What a program prints; None where it cannot be run, or fails."""
     try:
-        result = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+        return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return None
-    return result.stdout.strip()
 
 
 def installed_version(distribution: str) -> str | None:

@@ -15,8 +15,9 @@ from typing import Any
 import numpy as np
 
 from bullet_graph.captures.manifest import Manifest, entry_id, list_files
-from bullet_graph.captures.store import FILES_NAME, CaptureStore, Entry, file_errors
+from bullet_graph.captures.store import FILES_NAME, CaptureStore, Entry
 from bullet_graph.config import KV_BLOCK_TOKENS, EngineConfig
+from bullet_graph.errors import file_errors
 from bullet_graph.graphs.compile_counts import CompileCounter, CompileCounts
 from bullet_graph.kernels.communicator import on_all_ranks
 from bullet_graph.kernels.flashinfer_attention import needed_modules

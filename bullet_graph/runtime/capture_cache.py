@@ -19,9 +19,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from bullet_graph.captures.store import CaptureStore, Entry, Lookup, default_root, file_errors
+from bullet_graph.captures.store import CaptureStore, Entry, Lookup, default_root
 from bullet_graph.config import EngineConfig, SelfCheckChoice
-from bullet_graph.errors import CacheError, CaptureCacheWarning, DeviceError, PartitionError, PerfTableError
+from bullet_graph.errors import (
+    CacheError,
+    CaptureCacheWarning,
+    DeviceError,
+    PartitionError,
+    PerfTableError,
+    file_errors,
+)
 from bullet_graph.graphs.capture_plan import CapturePlan
 from bullet_graph.graphs.compile_counts import CompileCounter, CompileCounts
 from bullet_graph.graphs.compiled import CompiledPart, LayerPart, compile_ahead, compile_now, load_package

@@ -4,7 +4,6 @@ import dataclasses
 import hashlib
 import os
 import platform
-import subprocess
 import sys
 from collections.abc import Mapping
 
@@ -15,7 +14,7 @@ from bullet_graph.errors import DeviceError
 from bullet_graph.files import PACKAGE_FOLDER
 from bullet_graph.models.config import ModelConfig
 from bullet_graph.perf.energy import nvml_driver_version
-from bullet_graph.perf.provenance import host_cpu, installed_version
+from bullet_graph.perf.provenance import host_cpu, installed_version, output_of
 from bullet_graph.runtime.resolve import Runtime, find_device
 
 _NONE = "none"
@@ -110,9 +109,5 @@ def _gpu_components(device: torch.device) -> dict[str, str]:
 def _cxx_compiler() -> str:
     # As in Inductor's setting cpp.cxx; asking Inductor would import torch's compiler for seconds.
     compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
-    try:
-        version = subprocess.check_output([compiler, "--version"], stderr=subprocess.DEVNULL, text=True, timeout=20)
-    except (OSError, subprocess.SubprocessError):
-        return _NONE
-    first_line = version.partition("\n")[0].strip()
+    first_line = (output_of(compiler, "--version") or "").partition("\n")[0].strip()
     return f"{os.path.basename(compiler)}: {first_line}" if first_line else _NONE

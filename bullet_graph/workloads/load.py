@@ -18,7 +18,7 @@ from typing import Annotated
 import numpy as np
 from pydantic import BaseModel, Field, TypeAdapter, ValidationError
 
-from bullet_graph.errors import WorkloadError, first_problem
+from bullet_graph.errors import WorkloadError, file_errors, first_problem
 from bullet_graph.workloads.synthetic import CHAT_THINK_S, SYNTHETIC_NAMES, synthetic_workload
 from bullet_graph.workloads.workload import Tokenize, TurnBefore, Workload, WorkloadRequest
 
@@ -198,16 +198,13 @@ def _sharegpt_requests(path: Path, tokenize: Tokenize, seed: int) -> Iterator[Wo
 
 def _lines(path: Path) -> Iterator[tuple[str, str]]:
     """Each line, line end included, after the words that name its place in an error."""
-    try:
-        with path.open("rb") as file:
-            for number, raw in enumerate(file, 1):
-                where = f"{path}, line {number}"
-                try:
-                    yield where, raw.decode("utf-8-sig" if number == 1 else "utf-8")
-                except UnicodeDecodeError as error:
-                    raise WorkloadError(f"{where}: UTF-8 text is required ({error})") from error
-    except OSError as error:
-        raise WorkloadError(f"{path}: a readable file is required ({error.strerror})") from error
+    with file_errors(f"{path}: a readable file is required", WorkloadError), path.open("rb") as file:
+        for number, raw in enumerate(file, 1):
+            where = f"{path}, line {number}"
+            try:
+                yield where, raw.decode("utf-8-sig" if number == 1 else "utf-8")
+            except UnicodeDecodeError as error:
+                raise WorkloadError(f"{where}: UTF-8 text is required ({error})") from error
 
 
 def _tokens(value: object, name: str, where: str) -> int:
