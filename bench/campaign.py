@@ -19,6 +19,7 @@ import threading
 import time
 import tomllib
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -59,8 +60,8 @@ def read_campaign(path: Path) -> tuple[Job, ...]:
         jobs = tuple(Job(job["name"], tuple(job["commands"])) for job in content["job"])
         for job in jobs:
             for command in job.commands:
-                shlex.split(command)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+                shlex.split(command.format(results=path))
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise ConfigError(
             f"{path} is no campaign: it needs [[job]] tables, each with a name and a list of commands ({error!r})"
         ) from error
@@ -92,22 +93,19 @@ class Campaign:
 
     def run(self) -> list[Outcome]:
         """Run all that is left; returns the outcome of every command, in the campaign's order."""
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # which a background job's children would ignore
-        outcomes: dict[str, list[Outcome]] = {}
-        threads = [threading.Thread(target=self._run_job, args=(job, outcomes), name=job.name) for job in self._jobs]
-        for thread in threads:
-            thread.start()
-        try:
-            for thread in threads:
-                thread.join()
-        except KeyboardInterrupt:
-            self._deadline_s = 0.0  # the threads end with their commands
-            raise
-        return [outcome for job in self._jobs for outcome in outcomes[job.name]]
+        for number in (signal.SIGINT, signal.SIGTERM):  # a background job's children would ignore the first
+            signal.signal(number, signal.default_int_handler)
+        with ThreadPoolExecutor(len(self._jobs)) as pool:
+            running = [pool.submit(self._run_job, job) for job in self._jobs]
+            try:
+                wait(running)  # an interrupted Thread.join takes the thread for ended, before Python 3.13
+            except KeyboardInterrupt:
+                self._deadline_s = 0.0  # the threads end with their commands
+                raise
+        return [outcome for job in running for outcome in job.result()]
 
-    def _run_job(self, job: Job, outcomes: dict[str, list[Outcome]]) -> None:
-        gpu = self._free.get()
-        told: list[Outcome] = []
+    def _run_job(self, job: Job) -> list[Outcome]:
+        gpu, told = self._free.get(), list[Outcome]()
         try:
             goes_on = True
             for number, text in enumerate(job.commands):
@@ -117,10 +115,13 @@ class Campaign:
                 elif not goes_on or time.monotonic() >= self._deadline_s:
                     told.append(Outcome(job.name, command, "not begun"))
                 else:
-                    told.append(self._run_command(job, number, command, gpu))
+                    try:
+                        told.append(self._run_command(job, number, command, gpu))
+                    except (OSError, ConfigError) as error:
+                        told.append(Outcome(job.name, command, f"failed ({error})"))
                     goes_on = told[-1].state == "done"
+            return told
         finally:
-            outcomes[job.name] = told
             self._free.put(gpu)
 
     def _run_command(self, job: Job, number: int, command: str, gpu: str | None) -> Outcome:

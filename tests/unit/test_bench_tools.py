@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import click
+import psutil
 import pytest
 from cli_runner import find, parsed, run
 from click.testing import CliRunner
@@ -53,7 +54,9 @@ def test_jobs_share_no_gpu(tmp_path: Path) -> None:
 
 def test_a_failure_ends_its_job_alone(tmp_path: Path) -> None:
     bad = Job("bad", ('python -c "import sys; sys.exit(3)"', APPEND % "never"))
-    assert states([bad, Job("good", (APPEND % "good",))], tmp_path, [None]) == ["failed (3)", "not begun", "done"]
+    none, good = Job("none", ("nonesuch",)), Job("good", (APPEND % "good",))
+    told = states([bad, none, good], tmp_path, [None])
+    assert told == ["failed (3)", "not begun", "failed ([Errno 2] No such file or directory: 'nonesuch')", "done"]
     assert (tmp_path / "out").read_text().endswith(" good;")
 
 
@@ -66,14 +69,13 @@ def test_the_time_limit_interrupts_and_the_next_start_goes_on(tmp_path: Path) ->
     assert states([Job("slow", (APPEND % "first", APPEND % "last"))], tmp_path, [None]) == ["done before", "done"]
 
 
-def test_an_interrupt_ends_what_runs_and_begins_nothing(tmp_path: Path) -> None:
-    threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT)).start()
-    campaign = Campaign([Job("slow", (SLEEP, APPEND % "last"))], [None], tmp_path, time_limit_s=60)
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_ends_what_runs_and_begins_nothing(how: signal.Signals, tmp_path: Path) -> None:
+    threading.Timer(1.0, os.kill, (os.getpid(), how)).start()
     with pytest.raises(KeyboardInterrupt):
-        campaign.run()
-    (thread,) = (each for each in threading.enumerate() if each.name == "slow")
-    thread.join(20)
-    assert (thread.is_alive(), (tmp_path / "out").exists()) == (False, False)
+        states([Job("slow", (SLEEP, APPEND % "last"))], tmp_path, [None])
+    assert not [each for each in psutil.Process().children() if "time.sleep(90)" in " ".join(each.cmdline())]
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_campaign_of_a_file_is_run_and_told(tmp_path: Path) -> None:
@@ -82,7 +84,8 @@ def test_a_campaign_of_a_file_is_run_and_told(tmp_path: Path) -> None:
     result = CliRunner().invoke(main, [str(path), "--results", str(tmp_path / "r"), "--gpus", "cpu"])
     assert result.exit_code == 0, result.output
     assert len(json.loads((tmp_path / "r" / "campaign.json").read_text())) == 1
-    for text, told in (((job % "x") + (job % "y"), "different names"), (job % 'echo "', "No closing quotation")):
+    twice = (job % "x") + (job % "y")
+    for text, told in ((twice, "different names"), (job % 'echo "', "No closing quotation"), (job % "{x}", "'x'")):
         path.write_text(text)
         with pytest.raises(ConfigError, match=told):
             read_campaign(path)
