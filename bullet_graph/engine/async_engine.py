@@ -24,6 +24,8 @@ _Item = RequestOutput | Exception | None
 """None: the request was aborted."""
 _EXIT_S = 10.0
 """A program that ends waits this long for the engine's thread."""
+_IDLE_CHECK_S = 1.0
+"""An idle engine looks this often whether another rank has failed."""
 
 
 class _OutputStream:
@@ -313,7 +315,10 @@ class AsyncEngine:
                 if self.engine.prepare_next():
                     continue
                 self._busy_since_s = None
-                command = self._commands.get()
+                try:
+                    command = self._commands.get(timeout=_IDLE_CHECK_S)
+                except queue.Empty:
+                    continue
                 self._busy_since_s = time.monotonic()
             if command is None:
                 return False

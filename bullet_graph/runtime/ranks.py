@@ -307,6 +307,7 @@ class RankedExecutor(Executor):
         return self._local.num_missing_graphs
 
     def prepare_next(self) -> bool:
+        self._ranks.check()
         return self.num_missing_graphs > 0 and self._on_all_ranks(self._local.prepare_next, "prepare")
 
     def launch(self, step: Step, placement: Placement) -> int:
@@ -335,8 +336,7 @@ class RankedExecutor(Executor):
                     return ticket
 
     def wait(self, ticket: int) -> StepResult:
-        while self._local.wait_any([ticket], self.now() + _CHECK_S) is None:
-            self._ranks.check()
+        self.wait_any([ticket], None)
         result = self._local.wait(ticket)
         # A launch that a failure has ended has wrong sums.
         self._ranks.check()

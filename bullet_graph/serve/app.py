@@ -48,9 +48,8 @@ async def watch(engine: AsyncEngine, limit_s: float) -> None:
         stalled = engine.stalled(limit_s)
         if stalled is not None and engine.failure is None:
             limit = f"{limit_s:g} s (--watchdog-timeout)"
-            reason = f"the engine made no progress for {limit}: {stalled}; restart the server"
-            logger.error(reason)
-            engine.fail(reason)
+            engine.fail(f"the engine made no progress for {limit}: {stalled}; restart the server")
+    logger.error("%s", engine.failure)
 
 
 def create_app(engine: AsyncEngine, settings: ServeSettings) -> FastAPI:

@@ -125,6 +125,9 @@ def test_asynchronously(engine: Engine, alone: Engine) -> None:
         outputs = [output async for output in in_thread.generate(PROMPTS[0], GREEDY)]
         assert tokens_of(outputs[-1]) == tokens_of(alone.generate(PROMPTS[0], GREEDY, use_tqdm=False)[0])
         followers()[-1].kill()
+        async with asyncio.timeout(10):  # nothing runs, and it is told all the same
+            while in_thread.failure is None:
+                await asyncio.sleep(0.05)
         with pytest.raises(EngineDeadError, match="rank 1 "):
             async for _ in in_thread.generate(PROMPTS[0], GREEDY):
                 pass
