@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -72,7 +73,8 @@ def serve_replicas(
     )
     started: list[Replica] = []
     connections: list[Connection] = []
-    with tempfile.TemporaryDirectory(prefix="bullet_graph_replicas_") as folder:
+    parent = None if len(tempfile.gettempdir()) < 64 else "/tmp"  # a socket's path has at most 107 bytes
+    with tempfile.TemporaryDirectory(prefix="bullet_graph_replicas_", dir=parent) as folder:
         try:
             for each in range(number):
                 path = Path(folder) / f"{each}.sock"
@@ -89,9 +91,10 @@ def serve_replicas(
         finally:
             for one in started:
                 one.process.send_signal(signal.SIGTERM)
+            deadline_s = time.monotonic() + _STOP_TIMEOUT_S
             for one in started:
                 with suppress(subprocess.TimeoutExpired):
-                    one.process.wait(_STOP_TIMEOUT_S)
+                    one.process.wait(max(deadline_s - time.monotonic(), 0.0))
                 one.process.kill()
                 one.process.wait()
             for connection in connections:
@@ -126,7 +129,7 @@ def _wait_until_ready(connections: list[Connection]) -> None:
             number = waiting.pop(connection)
             try:
                 told = connection.recv()
-            except EOFError:
+            except (EOFError, ConnectionError):
                 raise ConfigError(f"engine {number} has ended before it listened: see its output above") from None
             if told is not None:
                 kind, text = told

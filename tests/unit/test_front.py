@@ -4,6 +4,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from multiprocessing.connection import Pipe
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -33,6 +34,14 @@ def test_engines_have_room_for_what_the_front_lets_in_and_its_own_checks(monkeyp
     # Host, X-Forwarded-For, Content-Length and Content-Type may come on top.
     assert behind.max_headers >= front.max_headers + 4
     assert behind.max_header_bytes >= front.max_header_bytes + 1000
+
+
+def test_an_engine_that_ends_before_it_has_read_what_to_serve_is_named() -> None:
+    ours, theirs = Pipe()
+    ours.send("what to serve")
+    theirs.close()
+    with ours, pytest.raises(ConfigError, match="engine 0 has ended before it listened"):
+        replicas._wait_until_ready([ours])
 
 
 Answer = Callable[[web.Request], Awaitable[web.StreamResponse]]
