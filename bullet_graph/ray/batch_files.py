@@ -263,20 +263,21 @@ class OutputFolder:
                 with draft_of(manifest) as draft:
                     draft.write_text(json.dumps(self._identity))
             found = json.loads(manifest.read_text())
+            other = [name for name, value in self._identity.items() if found.get(name, value) != value]
+            self.refresh()
         except filelock.Timeout:
             raise ConfigError(
                 f"--output {self.path}: another batch writes there: wait for it, or give another folder"
             ) from None
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, AttributeError) as error:
             self._held.close()
             raise ConfigError(f"--output {self.path} must be a folder for this batch, but: {error}") from error
-        if other := [name for name, value in self._identity.items() if found.get(name, value) != value]:
+        if other:
             self._held.close()
             raise ConfigError(
                 f"--output {self.path} holds the rows of another batch, which differs in {', '.join(other)}: give "
                 "another folder, or the same input and options again"
             )
-        self.refresh()
         return self
 
     def __exit__(self, *exc: object) -> None:

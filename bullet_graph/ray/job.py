@@ -22,7 +22,7 @@ import ray.data
 from pydantic_core import from_json
 from ray.util.annotations import RayDeprecationWarning
 
-from bullet_graph.errors import ConfigError, EngineDeadError
+from bullet_graph.errors import ConfigError, EngineDeadError, file_errors
 from bullet_graph.ray.batch_files import BatchInput, OutputFolder, PartFile
 
 if TYPE_CHECKING:
@@ -121,8 +121,13 @@ def run_batch(
         skipped = len(rows.custom_ids) - len(left)
         on_progress(skipped)
         if left and not ray.is_initialized():
-            # A dashboard would take seconds of a start on this machine alone.
-            ray.init(address, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
+            try:
+                # A dashboard would take seconds of a start on this machine alone.
+                ray.init(address, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
+            except (OSError, RuntimeError, ValueError) as error:
+                raise ConfigError(f"Ray must start here, or run at --ray-address, but: {error}") from error
+            except SystemExit:  # Ray's handler of SIGTERM
+                raise KeyboardInterrupt from None
             stack.callback(ray.shutdown)
             # Ray's own handler prints a stack, and ends the process as if it had exit code 15.
             signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -143,7 +148,8 @@ def run_batch(
                     f"the workers wrote none of {len(left)} rows, as they died or their disk takes nothing: their logs "
                     "in Ray's folder tell why; the same command goes on"
                 )
-        target = output.finish(rows.custom_ids)
+        with file_errors(f"--output {folder} must take one file of all rows; repeat the command", ConfigError):
+            target = output.finish(rows.custom_ids)
         seconds = time.monotonic() - began_s
         return BatchReport(
             len(rows.custom_ids), skipped, output.num_errors, prompt_tokens, output_tokens, seconds, str(target)

@@ -32,7 +32,7 @@ from ray._private import parameter  # noqa: E402
 from ray._private.node import Node  # noqa: E402
 from ray.serve.request_router import RequestRouter  # noqa: E402
 
-from bullet_graph.ray.batch_files import CHAT  # noqa: E402
+from bullet_graph.ray.batch_files import CHAT, OutputFolder  # noqa: E402
 from bullet_graph.ray.job import _Worker, _workers  # noqa: E402
 from bullet_graph.ray.replicas import PrefixRouter, Scaler  # noqa: E402
 from bullet_graph.ray.serving import _RayForwarder  # noqa: E402
@@ -171,6 +171,9 @@ def test_a_worker_dies_and_each_row_is_there_once_and_a_restart_skips_what_is_wr
 
     # With all rows there, nothing starts.
     assert parsed(run(*command))["skipped"] == 500
+    with monkeypatch.context() as full:
+        full.setattr(OutputFolder, "finish", MagicMock(side_effect=OSError("no room")))
+        assert "must take one file of all rows; repeat the command: no room" in refused(run(*command))
     assert "differs in dtype" in refused(run(*command, "--dtype", "bfloat16"))
     assert "differs in input" in refused(run(*command[:2], write(tmp_path / "other.jsonl", rows[:9]), *command[3:]))
 
@@ -193,12 +196,17 @@ def test_an_engine_that_cannot_start_ends_the_batch(tmp_path: Path, monkeypatch:
     monkeypatch.setattr("bullet_graph.ray.job._pass", in_this_process)
     source = write(tmp_path / "in.jsonl", [{"prompt": "a"}])
     model = ("--model", str(tmp_path / "nonesuch"), "--device", "cpu")
-    message = refused(run("batch", "--input", source, "--output", str(tmp_path / "out"), *model))
+    command = ("batch", "--input", source, "--output", str(tmp_path / "out"), *model)
+    message = refused(run(*command))
     assert "a worker cannot start its engine" in message
     assert "nonesuch" in message
     monkeypatch.setattr("bullet_graph.ray.job._pass", lambda *_: iter(()))
-    message = refused(run("batch", "--input", source, "--output", str(tmp_path / "out"), *model))
-    assert "the workers wrote none of 1 rows" in message
+    assert "the workers wrote none of 1 rows" in refused(run(*command))
+    # Ray does not start, or is told to stop meanwhile.
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "init", MagicMock(side_effect=[ConnectionError("nobody there"), SystemExit(15)]))
+    assert "Ray must start here, or run at --ray-address, but: nobody there" in refused(run(*command))
+    assert run(*command).exit_code == 130
 
 
 @pytest.fixture(scope="module")

@@ -174,8 +174,11 @@ def test_an_output_has_each_row_once_whatever_was_written_twice_or_torn(tmp_path
     assert not [*path.glob("parts/*"), *path.glob(".output*")]
     with OutputFolder(path, {"input": "1"}) as folder:
         assert folder.done == {"a", "b", "c"}
-    with pytest.raises(ConfigError, match="differs in input"), OutputFolder(path, {"input": "2"}):
-        pass
+    for damaged, told in (("", "differs in input"), ("[]", "must be a folder for this batch, but")):
+        with (path / "batch.json").open("w" if damaged else "a") as file:
+            file.write(damaged)
+        with pytest.raises(ConfigError, match=told), OutputFolder(path, {"input": "2"}):
+            pass
 
 
 def test_a_row_that_the_disk_took_in_part_is_taken_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
