@@ -12,7 +12,7 @@ from filelock import FileLock
 from platformdirs import user_data_path
 
 from bullet_graph.config import SETTINGS, EngineConfig
-from bullet_graph.errors import PerfTableError
+from bullet_graph.errors import PerfTableError, file_errors
 from bullet_graph.graphs.capture_plan import CapturePlan, named_plan
 from bullet_graph.graphs.key import batch_size_buckets, bucket_for
 from bullet_graph.models.config import ModelConfig
@@ -109,13 +109,14 @@ def measure_if_missing(
     gpus = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(last)))).split(",")[first:last]
     env = environment_of_child(CUDA_VISIBLE_DEVICES=",".join(gpus))
     file = user_table_file(table_key(runtime))
-    file.parent.mkdir(parents=True, exist_ok=True)
-    # Engines that start together measure once. stdout is for results.
-    with clock.phase("profile"), FileLock(f"{file}.lock"):
-        if file.is_file():
-            return
-        process = [sys.executable, "-P", "-m", "bullet_graph", *command]
-        code = subprocess.run(process, stdout=2, env=env, check=False).returncode
+    process = [sys.executable, "-P", "-m", "bullet_graph", *command]
+    with clock.phase("profile"), file_errors(f"profile_if_missing must be able to write {file}", PerfTableError):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        # Engines that start together measure once. stdout is for results.
+        with FileLock(f"{file}.lock"):
+            if file.is_file():
+                return
+            code = subprocess.run(process, stdout=2, env=env, check=False).returncode
     if code != 0:
         raise PerfTableError(
             f"profile_if_missing: `bullet-graph {shlex.join(command)}` ended with {code}; what it said is above. "

@@ -116,6 +116,9 @@ def test_a_failed_measurement_ends_the_start(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: SimpleNamespace(returncode=2))
     with pytest.raises(PerfTableError, match=r"`bullet-graph profile --model=llama-3.1-8b .*` ended with 2"):
         measure(config())
+    monkeypatch.setattr(performance, "user_data_path", lambda _: Path(__file__))
+    with pytest.raises(PerfTableError, match=r"profile_if_missing must be able to write .* Not a directory"):
+        measure(config())
 
 
 @pytest.mark.usefixtures("ran")
