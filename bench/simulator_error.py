@@ -9,7 +9,6 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -67,14 +66,12 @@ def command_of(settings: dict[str, Any], cell: dict[str, Any], run: Run) -> list
 
 def simulated(arguments: list[str]) -> dict[str, Run]:
     """The figures of the one run that a command simulates of each policy. Raises ConfigError where it fails."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "run.json")
-        command = [sys.executable, "-m", "bullet_graph", *arguments, "--output-json", str(path)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise ConfigError(f"bullet-graph {' '.join(arguments)} failed: {done.stderr.strip()}")
-        found = json.loads(path.read_text(encoding="utf-8"))["policies"]
-        return {policy: found[policy]["results"][0] for policy in POLICIES}
+    command = [sys.executable, "-m", "bullet_graph", *arguments, "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise ConfigError(f"bullet-graph {' '.join(arguments)} failed: {done.stderr.strip()}")
+    found = json.loads(done.stdout)["policies"]
+    return {policy: found[policy]["results"][0] for policy in POLICIES}
 
 
 def row_of(source: Source, cell: dict[str, Any], run: Run) -> dict[str, Any]:

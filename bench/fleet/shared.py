@@ -9,6 +9,7 @@ import itertools
 import math
 import multiprocessing
 import random
+import signal
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ import numpy as np
 from bullet_graph.config import KV_BLOCK_TOKENS
 from bullet_graph.engine.replay import Replay
 from bullet_graph.engine.simulation import Simulation, SimulationSettings, simulate
-from bullet_graph.errors import ConfigError
+from bullet_graph.errors import ConfigError, InsufficientMemoryError
 from bullet_graph.perf.metrics import ServedRequest
 from bullet_graph.perf.performance import PerformanceModel
 from bullet_graph.routing import PrefixHolders
@@ -362,6 +363,7 @@ def in_processes(work: Callable[[T], R], items: Sequence[T], processes: int) -> 
         except Exception as error:
             results.send(([], error))
 
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # an interrupt ends the workers, too
     workers = {}
     for number in range(count):
         here, there = context.Pipe(duplex=False)
@@ -375,8 +377,8 @@ def in_processes(work: Callable[[T], R], items: Sequence[T], processes: int) -> 
                 raise error
             yield from found
     except EOFError:
-        raise RuntimeError("a process of the simulation has died: take fewer machines, if memory was short") from None
+        raise InsufficientMemoryError("a simulating process died (out of memory?): give fewer --processes") from None
     finally:
         for worker in workers.values():
-            worker.terminate()
+            worker.kill()
             worker.join()
