@@ -162,7 +162,7 @@ class BulletGraphEngine(LLMEngine):  # type: ignore[misc]
             if not context.is_killed():
                 yield {**CANCELLED}
         except Exception as error:
-            is_cut = isinstance(error.__context__, EngineDeadError)  # in a drain, the gate tells that as an ApiError
+            is_cut = isinstance(error.__cause__, EngineDeadError)  # in a drain, the gate tells that as an ApiError
             meter.end(None if isinstance(error, RequestError | LateError | ApiError) and not is_cut else "error")
             raise _as_dynamo_error(error) from error
         finally:

@@ -218,7 +218,9 @@ class Gate(Drained):
             with self.inside():
                 yield lambda number: prepare(-number)
         except EngineDeadError as error:
-            raise (shutting_down(str(error)) if self.closed else error) from error.__cause__
+            if not self.closed:
+                raise
+            raise shutting_down(str(error)) from error
         finally:
             prepare(-left)
             self._ended_s.append(self._clock())
