@@ -24,7 +24,6 @@ PROFILE_AGAIN = "measure it again with `bullet-graph profile`"
 FORMAT = "bullet_graph performance table"
 VERSION = 1
 
-
 Amount = Annotated[int, Field(strict=True, ge=0)]
 Count = Annotated[int, Field(strict=True, ge=1)]
 Milliseconds = Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)]
