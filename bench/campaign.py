@@ -31,6 +31,7 @@ from bench.record import Tool
 from bullet_graph.cli.result_file import write_result_file
 from bullet_graph.errors import ConfigError
 
+RESULTS = "{results}"
 _GRACE_S = 20.0
 """Time for an interrupted command to write its results and free its memory."""
 
@@ -50,7 +51,7 @@ class Outcome:
     job: str
     command: str
     state: str
-    seconds: float = 0.0
+    seconds: float
 
 
 def read_campaign(path: Path) -> tuple[Job, ...]:
@@ -60,8 +61,8 @@ def read_campaign(path: Path) -> tuple[Job, ...]:
         jobs = tuple(Job(job["name"], tuple(job["commands"])) for job in content["job"])
         for job in jobs:
             for command in job.commands:
-                shlex.split(command.format(results=path))
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+                shlex.split(command)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(
             f"{path} is no campaign: it needs [[job]] tables, each with a name and a list of commands ({error!r})"
         ) from error
@@ -109,25 +110,25 @@ class Campaign:
         try:
             goes_on = True
             for number, text in enumerate(job.commands):
-                command = text.format(results=self._results)
+                command, state, start_s = text.replace(RESULTS, str(self._results)), "not begun", time.monotonic()
                 if command in self._done:
-                    told.append(Outcome(job.name, command, "done before"))
-                elif not goes_on or time.monotonic() >= self._deadline_s:
-                    told.append(Outcome(job.name, command, "not begun"))
-                else:
+                    state = "done before"
+                elif goes_on and start_s < self._deadline_s:
                     try:
-                        told.append(self._run_command(job, number, command, gpu))
-                    except (OSError, ConfigError) as error:
-                        told.append(Outcome(job.name, command, f"failed ({error})"))
-                    goes_on = told[-1].state == "done"
+                        state = self._run_command(job, number, command, gpu)
+                    except (OSError, ConfigError) as error:  # there is no such program, or the disk is full
+                        state = f"failed ({error})"
+                    goes_on = state == "done"
+                told.append(Outcome(job.name, command, state, time.monotonic() - start_s))
             return told
         finally:
             self._free.put(gpu)
 
-    def _run_command(self, job: Job, number: int, command: str, gpu: str | None) -> Outcome:
+    def _run_command(self, job: Job, number: int, command: str, gpu: str | None) -> str:
+        """The command's state at its end."""
         environment = os.environ | ({} if gpu is None else {"CUDA_VISIBLE_DEVICES": gpu})
-        words = [sys.executable if word == "python" else word for word in shlex.split(command)]
-        start_s = time.monotonic()
+        words = [word.replace(RESULTS, str(self._results)) for word in shlex.split(job.commands[number])]
+        words = [sys.executable if word == "python" else word for word in words]
         with (self._results / f"{job.name}-{number}.log").open("ab") as log:
             process = subprocess.Popen(
                 words, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
@@ -135,15 +136,14 @@ class Campaign:
             while process.poll() is None:
                 if time.monotonic() >= self._deadline_s:
                     self._stop(process)
-                    return Outcome(job.name, command, "stopped", time.monotonic() - start_s)
+                    return "stopped"
                 time.sleep(0.05)
-        seconds = time.monotonic() - start_s
         if process.returncode != 0:
-            return Outcome(job.name, command, f"failed ({process.returncode})", seconds)
+            return f"failed ({process.returncode})"
         with self._lock:
             self._done.add(command)
             write_result_file(self._notes, json.dumps(sorted(self._done), indent=1))
-        return Outcome(job.name, command, "done", seconds)
+        return "done"
 
     @staticmethod
     def _stop(process: subprocess.Popen[bytes]) -> None:

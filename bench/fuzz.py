@@ -22,7 +22,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -31,16 +31,15 @@ import click
 import httpx
 import psutil
 
-from bench.record import Tool
+from bench.record import Tool, write_report
 from bench.server_overhead import server
 from bullet_graph.captures.archive import export_entry, import_archive
 from bullet_graph.captures.manifest import Manifest, entry_id, list_files
 from bullet_graph.captures.store import FILES_NAME, CaptureStore
-from bullet_graph.cli.result_file import check_result_file, to_json, write_result_file
+from bullet_graph.cli.result_file import check_result_file
 from bullet_graph.errors import BulletGraphError
 from bullet_graph.models.presets import PRESETS, load_model_config
 from bullet_graph.models.tokenizer import Tokenizer
-from bullet_graph.perf.provenance import collect_provenance
 
 SERVER = ("--model", "tiny", "--device", "cpu", "--max-num-seqs", "8", "--max-model-len", "256")
 LIMITS = ("--max-queue-len", "64", "--request-timeout", "20", "--no-warmup")
@@ -394,7 +393,7 @@ def main(seconds: float, seed: int, max_stall_ms: float, max_growth_mib: float, 
     for name, value in result.items():
         click.echo(f"{name}: {value}")
     if output_json is not None:
-        write_result_file(output_json, to_json(result | {"provenance": asdict(collect_provenance("cpu"))}))
+        write_report(output_json, result, device="cpu")
     raise SystemExit(int(bool(result["problems"])))
 
 

@@ -9,6 +9,7 @@ failed, or where something runs, waits or holds KV blocks afterwards.
 """
 
 import json
+import math
 import random
 import shlex
 import statistics
@@ -26,6 +27,7 @@ from bench.record import Tool, write_report
 from bench.server_overhead import server
 from bullet_graph.cli.options import parsed_by
 from bullet_graph.cli.result_file import check_result_file
+from bullet_graph.errors import ConfigError
 
 SERVER_OPTIONS = "--model tiny --device cpu --kv-cache-bytes 8MiB --max-model-len 1024"
 TARGETS: tuple[dict[str, float] | None, ...] = (None, {"tpot_ms": 50.0}, {"ttft_ms": 500.0, "tpot_ms": 15.0})
@@ -100,11 +102,13 @@ def judge(seen: dict[str, Any], max_growth_mib: float, max_slowdown_percent: flo
 @click.command(cls=Tool)
 @click.option("--server-options", default=SERVER_OPTIONS, callback=parsed_by(shlex.split), help="Of `serve`.")
 @click.option("--users", default=8, help="Requests under way at a time.")
-@click.option("--minutes", default=30.0, type=click.FloatRange(min=0.05), help="How long they ask.")
+@click.option("--minutes", default=30.0, help="How long they ask.")
 @click.option("--max-growth-mib", default=16.0, help="Most growth of the server's memory.")
 @click.option("--max-slowdown-percent", default=2.0, help="Most loss of tokens per second.")
 @click.option("--output-json", type=click.Path(path_type=Path), help="Where the result goes.")
 def main(output_json: Path | None, server_options: list[str], minutes: float, users: int, **limits: float) -> None:
+    if not 0.05 <= minutes < math.inf:
+        raise ConfigError(f"--minutes must be a number of at least 0.05, got {minutes}")
     check_result_file(output_json, overwrite=True)
     seen = soak(server_options, minutes, users)
     judged = judge(seen, **limits)

@@ -33,13 +33,8 @@ async def open_system(
 ) -> System:
     """Start what these candidates share.
 
-    Args:
-        setup: what every system is given.
-        candidates: that share it.
-        slo: targets that will be asked for, one for TPOT among them if there is any.
-        options: further arguments of each peer's.
-        logs: a file for each peer's messages.
-        own_decisions: a new file for the decisions of this engine's planner.
+    Of the targets that will be asked for, ``slo`` is one for TPOT if there is any. ``options`` are further arguments of
+    each peer, and ``own_decisions`` is a new file for the decisions of this engine's planner.
     """
     kind, setting = candidates[0].kind, candidates[0].setting
     if kind == "own":
@@ -82,12 +77,7 @@ def require_memory(
     """Wait until the GPU has the memory that these candidates' systems are to fill, all at the same time.
 
     This engine would make do with less, and be slower than it is; processes that have just ended may hold some still.
-
-    Args:
-        candidates: of one group.
-        share: of the memory, for each system that this process starts.
-        memory: tells (free, total) bytes of the GPU now.
-        pause: waits so many seconds.
+    Each system that this process starts gets the ``share``; ``memory`` tells (free, total) bytes of the GPU now.
 
     Raises:
         ConfigError: their shares are more than the whole.
