@@ -235,6 +235,5 @@ def figure_of(cell: dict[str, Any], rate: float, field: str) -> float | None:
 
 def best_of(cells: dict[str, dict[str, Any]], rate: float, field: str) -> tuple[str, float] | None:
     """The system with the lowest figure, and that figure."""
-    found = {name: figure_of(cell, rate, field) for name, cell in cells.items()}
-    known = {name: value for name, value in found.items() if value is not None}
+    known = {name: value for name, cell in cells.items() if (value := figure_of(cell, rate, field)) is not None}
     return min(known.items(), key=lambda item: item[1]) if known else None

@@ -197,8 +197,9 @@ def start_rows(sources: Sequence[Source]) -> Iterator[Row]:
 
 
 def worse_at(task: Task) -> tuple[float, str]:
-    """The highest rate that both sides served (inf: all at once, -1: none), and what is worse here at that rate."""
-    own = task.own.get(CLAIMED) or next(iter(task.own.values()))
+    """The highest rate that both sides served (inf: all at once, -1: none), and what the row's setting does worse."""
+    fastest = None if task.is_search else best_of(task.own, math.inf, "duration")
+    own = task.own.get(fastest[0] if fastest else CLAIMED) or next(iter(task.own.values()))
     rates = {rate_of(run) for run in own["runs"]}
     rate = max((one for one in rates if best_of(task.peers, one, "duration")), default=-1.0)
     worse = dict[str, list[str]]()

@@ -52,7 +52,8 @@ def results(tmp_path: Path) -> Path:
         cell(VLLM_512, run_at(20, 0.95), run_at(20.5, 0.5)),
         cell(VLLM_2048, run_at(20, 0.5), run_at(10, 0.95)),
     )
-    runs = {AUTO: run_at(1e4, 1.0, duration=21.0), VLLM_512: run_at(1e4, 1.0, joules_per_token=0.025)}
+    mixed, peer = run_at(1e4, 1.0, duration=21.0, p90_itl_ms=15.0), run_at(1e4, 1.0, joules_per_token=0.025)
+    runs = {AUTO: run_at(1e4, 1.0, duration=22.0), "bullet_graph mixed": mixed, VLLM_512: peer}
     cells = [cell(system, run, slo="no targets") for system, run in runs.items()]
     write_comparison(folder / "peers_offline.json", *cells, all_at_once=True)
     step = {"decode_step_ms": {"p50": 4.0}, "batch_size": 1, "input_len": 968, "output_len": 64}
@@ -91,8 +92,8 @@ def test_figures_ratios_and_limits(results: Path, tmp_path: Path) -> None:
     assert "| decode step, batch 1, context 1,000 | 4.00 ms | limit: 3.00 ms, at a copy's rate | 1.333× |" in text
     assert "| 7.00 ms | limit: 6.60 ms, kernels alone | 1.061× | - |" in text
     # The longest of the 600 outputs has 739 tokens: half of the forwards have 512 rows, half 2,048.
-    sides = "21.00 s, 20.0 mJ/token | 30.00 s, 25.0 mJ/token"
-    assert f"| {sides} | 0.70×, 0.80×, 0.977× of the limit | - | `peers_offline` |" in text
+    cells = "21.00 s, 20.0 mJ/token | 30.00 s, 25.0 mJ/token | 0.70×, 0.80×, 0.977× of the limit"
+    assert f"| conv, 600 at once, mixed | {cells} | ITL p90 1.50× | `peers_offline` |" in text
     cells = "≥ 24/s, 900 ms | 20/s, 10 ms | ≥ 1.20× | 20/s (100 and 95 %): TTFT p99 4.00×"
     assert f"| goodput_90, conv, 500/15 ms | {cells} | `peers_conv` |" in text
     assert "| start, from a capture cache | 6.5 s |" in text
