@@ -215,9 +215,8 @@ def test_a_run_at_a_rate_is_sustained_or_says_that_it_is_not(rate: float, needed
         assert len(run.requests) == needed
         assert arrivals == Arrivals(request_rate=rate, seed=3, uncounted_s=10)
         assert arrivals.times(run)[-1] >= 120
-    with pytest.raises(
-        WorkloadError, match=f"has {needed - 1:,} requests, but a run at {rate}/s needs {needed:,}: 120"
-    ):
+    told = f"has {needed - 1:,} requests, but a run at {rate}/s needs {needed:,}: 120"
+    with pytest.raises(WorkloadError, match=told):
         at_rate(short, given, rate, smoke=False)
     run, arrivals = at_rate(short, given, rate, smoke=True)
     assert (len(run.requests), arrivals.uncounted_s) == (needed - 1, 0), "in a short run, all requests count"
@@ -294,9 +293,10 @@ def drawn_at(rate: float, **changes: Any) -> dict[str, Any]:
 
 def make_sweep() -> Sweep:
     runs = (drawn_at(10), drawn_at(20, stable=False), drawn_at(12.5))
+    code = Task("azure:code", 600, "ttft:0.2ms/token")
     cells = [
         SweepCell(system=system, **task._asdict(), runs=runs, **goodput_fields(runs))
-        for task in (Task("azure:conv", 600, "ttft:500ms tpot:15ms"), Task("azure:code", 600, "ttft:0.2ms/token"))
+        for task in (Task("azure:conv", 600, "ttft:500ms tpot:15ms"), code, code._replace(workload="azure-code"))
         for system in ("bullet_graph auto", "vllm 0.24.0 chunk 512")
     ]
     # One that served nothing in time, and one that was not begun.
@@ -317,8 +317,9 @@ def test_a_bar_says_that_the_search_was_not_over(tolerance: float, label: str) -
 def test_each_comparison_has_its_pictures_from_the_file_alone(path: Path) -> None:
     sweep = make_sweep()
     pictures = draw_sweep(sweep, "svg")
-    tasks = "azure-conv-600-requests-ttft-500ms-tpot-15ms", "azure-code-600-requests-ttft-0.2ms-token"
-    assert set(pictures) == {"goodput.svg"} | {f"rates_{task}.svg" for task in tasks}
+    code = "rates_azure-code-600-requests-ttft-0.2ms-token"
+    names = "goodput", "rates_azure-conv-600-requests-ttft-500ms-tpot-15ms", code, f"{code}-2"
+    assert set(pictures) == {f"{name}.svg" for name in names}
     assert all(picture.lstrip().startswith(b"<?xml") for picture in pictures.values())
     path.write_text(json.dumps(sweep.fields()))
     assert draw_sweep(Sweep.read(path), "svg") == pictures, "the same, byte for byte"
