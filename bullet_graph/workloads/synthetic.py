@@ -52,6 +52,7 @@ _CHAT_MOST_TURNS = 20
 _CHAT_MESSAGE = LogNormal(40, 80, 4000)
 _CHAT_ANSWER = LogNormal(150, 250, 2000)
 CHAT_THINK_S = LogNormal(7, 10, 120)
+_MOST_REQUESTS = 10**7
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,14 +89,13 @@ def synthetic_workload(name: str, num_requests: int, seed: int = 0) -> Workload:
 
     Of ``chat``, the last conversation may lack its last turns.
 
-    Raises WorkloadError for an unknown name, no request, or a negative seed.
+    Raises WorkloadError for an unknown name, no request or more than memory holds, or a negative seed.
     """
     if name not in SYNTHETIC_NAMES:
         raise WorkloadError(f"unknown workload {name!r}: use synthetic:{', synthetic:'.join(SYNTHETIC_NAMES)}")
-    if num_requests < 1 or seed < 0:
+    if not 1 <= num_requests <= _MOST_REQUESTS or seed < 0:
         raise WorkloadError(
-            f"a synthetic workload needs at least 1 request and a seed of at least 0, got {num_requests} "
-            f"requests and seed {seed}"
+            f"a synthetic workload has 1 to {_MOST_REQUESTS:,} requests and a seed ≥ 0, got {num_requests} and {seed}"
         )
     # PCG64 by name: numpy may change its default generator.
     generator = np.random.Generator(np.random.PCG64(seed))
