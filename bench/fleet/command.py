@@ -131,6 +131,8 @@ class Comparison:
     def _figures(self, name: str, outcome: Outcome, arrivals: Arrivals, total: int, rate: float, started: float) -> Run:
         """A run's figures, from the machines of the sample alone; ``total`` requests were for all machines."""
         replayed = outcome.replay
+        if not any(request.metrics.arrival_s >= arrivals.uncounted_s for request in replayed.served):
+            raise ConfigError(f"{name}: no request that counts came to the simulated machines: raise --sample-machines")
         part = (len(replayed.served) + len(replayed.unsent)) / total
         fields = replayed.result(
             replace(arrivals, request_rate=part * (arrivals.request_rate or 0.0)),

@@ -146,9 +146,8 @@ def test_each_request_is_served_once(traffic: Traffic, machines: int, router: An
     outcome = share(fleet_of(machines, router=router), traffic)
     assert Counter([*outcome.indices, *outcome.replay.unsent]) == Counter(range(len(requests)))
     for index, served in zip(outcome.indices, outcome.replay.served, strict=True):
-        assert (served.input_tokens, served.output_tokens) == (
-            requests[index].prompt_tokens, requests[index].output_tokens
-        )  # fmt: skip
+        asked = requests[index]
+        assert (served.input_tokens, served.output_tokens) == (asked.prompt_tokens, asked.output_tokens)
     if machines == 1:
         return
     fleet = fleet_of(machines, router=router)
@@ -316,9 +315,8 @@ def test_the_command_compares_fleets() -> None:
 
 
 def test_the_command_searches_for_goodputs() -> None:
-    found = run(
-        *SMALL, "--machines", "2", "--sweep", "--max-runs", "2", "--first-rate", "40", "--prefill-machines", "1"
-    )
+    options = "--machines 2 --sweep --max-runs 2 --first-rate 40 --prefill-machines 1"
+    found = run(*SMALL, *options.split())
     assert found.exit_code == 0, found.output
     assert "goodput_90" in found.stdout
     assert "divided" in found.stdout
@@ -332,6 +330,7 @@ def test_the_command_searches_for_goodputs() -> None:
         ((), "either"),
         (("--rate-per-machine", "1", "--prefill-machines", "some"), "best or none"),
         (("--rate-per-machine", "1", "--prefill-machines", "10"), "from 1 to 9"),
+        (("--rate-per-machine", "1", "--machines", "99", "--num-prompts", "1"), "99 shared: no request that counts"),
     ],
 )
 def test_wrong_options_are_refused(arguments: tuple[str, ...], message: str) -> None:

@@ -256,9 +256,8 @@ def test_every_figure_by_hand() -> None:
 
 
 def test_details_are_in_seconds_and_in_order() -> None:
-    result = summarize(
-        served(1.0, 1.4, 1.41, 1.44, prompt=100), served(2.0, prompt=7, error="no"), served(3.0, 3.5, prompt=9)
-    )
+    requests = served(1.0, 1.4, 1.41, 1.44, prompt=100), served(2.0, prompt=7, error="no"), served(3.0, 3.5, prompt=9)
+    result = summarize(*requests)
     assert "ttfts" not in result.fields()
     fields = result.fields(detailed=True)
     assert fields["input_lens"] == (100, 7, 9)
