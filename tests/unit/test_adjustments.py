@@ -1,6 +1,7 @@
 """Biases, penalties, bans and bitmasks of logits, against their definitions and between the two samplers."""
 
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -78,6 +79,8 @@ OFTEN = Adjustments(
     output_token_ids=np.full(9, 4, np.int32),
 )
 """The penalty is the same for one time and for nine."""
+NEGATIVE = replace(OFTEN, params=SamplingParams(repetition_penalty=8.0))
+"""With an odd seed, no score is positive."""
 
 
 @few(20)
@@ -85,6 +88,8 @@ OFTEN = Adjustments(
 @example(by=RESUMED, allowed=None, seed=0, sampler=triton_sample)
 @example(by=OFTEN, allowed=None, seed=0, sampler=sample)
 @example(by=OFTEN, allowed=None, seed=0, sampler=triton_sample)
+@example(by=NEGATIVE, allowed=None, seed=1, sampler=sample)
+@example(by=NEGATIVE, allowed=None, seed=1, sampler=triton_sample)
 @given(
     by=adjustments,
     allowed=st.none() | st.sets(token_ids, min_size=20),
@@ -101,7 +106,7 @@ def test_greedy_tokens_are_those_of_the_definitions(
     end = len(by.prompt_token_ids) + len(output)
     for position in range(end, end + 5):
         # Quarters are exact in float32; of near ties after a division, either is right.
-        scores = rng.permutation(np.arange(-20, 20)) / 4.0
+        scores = rng.permutation(np.arange(-20, 20)) / 4.0 - 30 * (seed % 2)
         scores[:4] += 10  # the tokens of bad words
         expected = adjusted(scores, by, output, set(range(VOCAB)) if allowed is None else allowed)
         logits = torch.tensor(scores, dtype=torch.float32, device=DEVICE)[None]

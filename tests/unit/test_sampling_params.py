@@ -119,3 +119,8 @@ def test_structured_outputs_are_frozen_values() -> None:
     assert hash(by_schema) == hash(StructuredOutputs(json='{"type": "object"}'))
     with pytest.raises(SamplingParamsError, match="structured_outputs must be None or StructuredOutputs"):
         SamplingParams(structured_outputs={"regex": "a"})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["frequency_penalty", "presence_penalty", "repetition_penalty"])
+def test_each_penalty_adjusts_logits(name: str) -> None:
+    assert SamplingParams(**{name: 1.5}).adjusts_logits  # type: ignore[arg-type]
