@@ -51,9 +51,11 @@ def test_the_prediction_is_what_the_loop_takes(num_queued: int, slo: Slo) -> Non
 
 def test_a_request_that_would_come_too_late_is_refused_and_told_when_to_return() -> None:
     loop = engine()
+    loop.sleep_until(100.0)
     for i in range(8):
         add(loop, str(i), 16_000)
     predicted_ms = loop.predicted_ttft_ms(16_000, SLO)
+    assert loop.predicted_ttft_ms(100, Slo(ttft_ms=50)) < 0.1 * predicted_ms, "the earliest deadline comes first"
     assert loop.stats(SLO).predicted_ttft_ms < predicted_ms
     factor = predicted_ms / 500
     loop.require_in_time(request(16_000, SLO), factor * 1.01)

@@ -13,6 +13,7 @@ from bullet_graph.errors import ConfigError
 from bullet_graph.hardware import GENERIC
 from bullet_graph.partition.masks import WHOLE_GPU, partition_of
 from bullet_graph.perf.performance import attention_pairs
+from bullet_graph.perf.predict import TableModel
 from bullet_graph.planner.options import Backlog, Corrections, ForwardKind
 from bullet_graph.planner.plan import Load, Plan, PolicyName, PromptLoad
 from bullet_graph.planner.planner import Planner
@@ -37,6 +38,7 @@ class TestWithoutChoice:
             (200.0, None, "a multiple of a step of one row"),
             (8.0, None, "a share of the target"),
             (15.0, 8.0, "a share of the budget"),
+            (8.0, 20.0, "a share of the target"),
             (15.0, 6.0, "none"),
             (200.0, -5.0, "none"),
             (math.inf, None, "none"),
@@ -74,6 +76,10 @@ class TestWithoutChoice:
         assert (plan.policy, plan.decode, plan.prefill_lane) == ("solo", False, "decode")
         assert plan.chunk_tokens == 3000
         assert plan.decode_ms == 1.25 * model().prefill(3000, attention_pairs(1000) + attention_pairs(2000)).ms
+
+    def test_they_have_the_size_with_the_highest_prefill_rate(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(TableModel, "wave_chunk_tokens", lambda _, most, *__: min(most, 2048))
+        assert planner().plan(load_of(None, 6000)).chunk_tokens == 2048
 
     @pytest.mark.parametrize("policy", ["split", "auto"])
     def test_a_chunk_under_way_goes_on_alone(self, policy: str) -> None:
@@ -297,3 +303,4 @@ def test_a_chunk_has_some_rows_however_many_decode_and_no_more_where_none_does()
         plan = planner("mixed", max_chunk_tokens=256).plan(load_of(decoding(decode_rows), 1000))
         assert (plan.policy, plan.chunk_tokens) == ("mixed", TUNING.row_step)
     assert planner("mixed:512").plan(load_of(None, 4000)).chunk_tokens == 512
+    assert planner("serial:512", max_chunk_tokens=256).plan(load_of(None, 4000)).chunk_tokens == 256

@@ -124,6 +124,14 @@ class TestAuto:
         assert all(paused[:10])
         assert paused[12:].count(False) >= 8
 
+    def test_slices_are_no_pause_and_a_chunk_under_way_is_weighed_whole(self) -> None:
+        auto, chunk = planner(), chunk_of(4096, 9)
+        for i in range(20):
+            plan = auto.plan(load_of(decoding(64), chunk=chunk, now_s=50.0 + i * 0.1))
+            assert {option.chunk_tokens for option in plan.options if option.slice_layers} == {4096}
+        plan = auto.plan(load_of(decoding(64, tpot=15.0, budget=4.0), chunk=chunk, now_s=52.0))
+        assert (plan.slice_layers, plan.bound) == (0, "tpot")
+
     def test_after_a_pause_prefill_goes_on_with_the_shortest_interval(self) -> None:
         auto, late = planner(), decoding(256, tpot=17.0, budget=4.0)
         plans = [auto.plan(load_of(late, 8000, now_s=50.0 + i * 0.1)) for i in range(11)]

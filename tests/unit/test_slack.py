@@ -46,6 +46,7 @@ class TestDecodeLoad:
         [
             RowProgress(10.0, 1, MANY, 4.0),  # below the solo step, so lost from the start
             RowProgress(10.0, 5, 0, 15.0),  # wants no more tokens
+            RowProgress(9.7, 1, MANY, 6.0),  # back on target after 300 tokens at the earliest
         ],
     )
     def test_rows_that_bind_nothing(self, row: RowProgress) -> None:
@@ -63,10 +64,8 @@ class TestDecodeLoad:
             10 * 15.0 * (1 - TUNING.reserve_share) - TUNING.reserve_ms - 9 * SOLO_MS
         )
         far = load_of(RowProgress(10.0, 1, MANY, 15.0)).slack_ms
-        reach, reserve_ms = (
-            TUNING.slack_horizon_tokens,
-            TUNING.budget_horizon_tokens * 15.0 * TUNING.reserve_share + TUNING.reserve_ms,
-        )
+        reach = TUNING.slack_horizon_tokens
+        reserve_ms = TUNING.budget_horizon_tokens * 15.0 * TUNING.reserve_share + TUNING.reserve_ms
         assert far == pytest.approx(reach * 15.0 - reserve_ms - (reach - 1) * SOLO_MS)
 
     def test_the_tightest_row_binds(self) -> None:
@@ -197,9 +196,11 @@ class TestOrderPrompts:
         assert rank_prompts(late, TUNING.patience_s - 1.0, 1.0).late_share == TUNING.late_share
         assert rank_prompts(late, TUNING.patience_s + 9.0, 0.0).late_share == TUNING.late_share
 
-    def test_a_newcomer_waits_for_the_late_no_longer_than_they_need(self) -> None:
+    def test_a_newcomer_waits_for_who_goes_first_and_for_the_late_no_longer_than_they_need(self) -> None:
         assert wait_ms([prompt(20, 0.0, 0.01)], prompt(400, 19.99, 0.5), 19.99, 1.0) == pytest.approx(420)
         assert wait_ms([prompt(4000, 0.0, 0.01)], prompt(300, 10.0, 1.0), 10.0, 1.0) == pytest.approx(300 / 0.6)
+        queue = [prompt(400, 10.0, 1.0), prompt(100, 10.0, resumed=True)]
+        assert wait_ms(queue, prompt(13_000, 10.0, 1.0), 10.0, 1.0) == pytest.approx(13_500)
 
     queues = st.lists(
         st.builds(
