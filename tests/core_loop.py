@@ -246,5 +246,6 @@ class CoreLoop:
         stats = self.core.stats()
         assert stats.kv_blocks_peak <= stats.kv_blocks_total
         assert (stats.kv_blocks_used, stats.num_running, stats.num_waiting) == (0, 0, 0)
+        assert stats.num_output_tokens == sum(len(o.outputs[0].token_ids) for o in self.outputs.values())
         assert not any(self.executor.in_flight.values())
         assert not self.core.in_flight

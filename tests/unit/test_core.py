@@ -401,13 +401,16 @@ def test_the_last_sequence_that_decodes_loses_its_blocks(policy: str, chunk_toke
     assert loop.core.stats().num_preemptions == 1
 
 
-def test_prompts_in_sight_count_among_the_longest_outputs() -> None:
+def test_prompts_in_sight_count_among_the_longest_outputs_and_all_for_their_tokens() -> None:
     loop = CoreLoop("auto")
     loop.core.scheduler.queue._prompt_order = "longest-output"
     loop.add(8, 50)
     loop.step()
     loop.add(8, 300)
     assert loop.core._load().steps_left == 300
+    for _ in range(80):  # more than are in sight
+        loop.add(8, 5)
+    assert loop.core._load().queued_tokens == 81 * 8
 
 
 def test_scores_go_to_their_request_though_one_before_it_was_aborted() -> None:
@@ -455,6 +458,8 @@ def test_a_predicted_ttft_counts_the_layers_of_the_chunk_that_are_not_launched()
     left_ms = chunk.tokens * loop.core.planner.prefill_ms_per_token * chunk.layers_left / NUM_LAYERS
     assert 0 < chunk.layers_left < NUM_LAYERS
     assert predicted_ms - loop.core.predicted_ttft_ms(1, NO_TARGETS) == pytest.approx(left_ms)
+    loop.core.in_flight.due_s = lambda _, now_s: now_s + 9.0  # type: ignore[method-assign]
+    assert loop.core.predicted_ttft_ms(1, NO_TARGETS) > 9000
 
 
 @pytest.mark.parametrize("structured", [True, False])

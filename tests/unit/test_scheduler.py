@@ -139,7 +139,7 @@ def test_how_a_policy_fills_steps(
 
 def test_the_longest_outputs_go_first_where_that_is_the_order() -> None:
     loop = Loop(max_num_seqs=2, prompt_order="longest-output")
-    sequences = [loop.add(8, max_tokens=output) for output in (3, 9, 5, 9, 4)]
+    sequences = [loop.add(prompt, max_tokens=output) for prompt, output in ((9, 3), (8, 9), (14, 5), (8, 9), (21, 4))]
     loop.drain()
     # Of equals, the first come; and a prompt under way is not left for a longer output.
     assert loop.first_admissions == [sequences[i] for i in (1, 3, 2, 4, 0)]
