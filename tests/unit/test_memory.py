@@ -11,7 +11,9 @@ from bullet_graph.config import KV_BLOCK_TOKENS, EngineConfig, Policy
 from bullet_graph.errors import InsufficientMemoryError
 from bullet_graph.models.config import ModelConfig
 from bullet_graph.models.presets import PRESETS
+from bullet_graph.models.sharding import shard
 from bullet_graph.planner.tuning import TUNING
+from bullet_graph.runtime import memory
 from bullet_graph.runtime.memory import GIB, DeviceMemory, MemoryLedger, held_tokens, plan_memory
 
 TINY, LLAMA = PRESETS["tiny"], PRESETS["llama-3.1-8b"]
@@ -125,6 +127,23 @@ def test_more_sequences_cost_logits() -> None:
     few, many = (plan(tiny(max_num_seqs=n), DeviceMemory(8 * GIB, 8 * GIB)).activations_bytes for n in (64, 256))
     # Logits twice in float32, and a mark; log-probabilities are of few rows at once.
     assert many - few == 192 * (4 * (4 * 128 + 2 * 256 + 3 * 384) + TINY.vocab_size * (2 * 4 + 4))
+
+
+def test_the_activations_of_a_rank() -> None:
+    half = shard(TINY, 2, 0)
+    per_row = 4 * half.hidden_size + 2 * (half.q_size + 2 * half.kv_size) + half.mlp_result_size
+    # Logits also as they are gathered and joined. Few sequences have 64 rows that are scored, and a mark each.
+    logits = 64 * (6 * 4 + 2 * 4) + 4 * 4
+    tables = 256 * TINY.head_dim * 4  # sines and cosines, for each position
+    expected = 68 * per_row * 4 + logits * TINY.vocab_size + tables
+    assert plan(tiny(), DeviceMemory(8 * GIB, 8 * GIB), model=half).activations_bytes == expected
+
+
+def test_each_lane_has_a_workspace_and_another_rank_s_blocks_change_the_cache_alone() -> None:
+    assert memory.workspace_bytes(LLAMA) == 2 * memory.prefill_workspace_bytes(LLAMA) + GIB
+    ledger = plan(tiny(), DeviceMemory(8 * GIB, 8 * GIB))
+    fewer = replace(ledger, num_kv_blocks=20, kv_cache_bytes=20 * TINY_BLOCK_BYTES)
+    assert memory.with_kv_blocks(ledger, 20) == fewer
 
 
 def test_a_model_too_large_says_by_how_much_and_what_to_change() -> None:
