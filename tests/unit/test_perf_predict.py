@@ -18,6 +18,7 @@ from bullet_graph.models.presets import PRESETS
 from bullet_graph.perf.performance import PerformanceModel, attention_pairs, tile_of
 from bullet_graph.perf.predict import TableModel
 from bullet_graph.perf.profile_plan import ErrorReport, PointError, held_back_errors
+from bullet_graph.perf.surface import fill_surface
 from bullet_graph.perf.table import Measured, PerfTable, PointKind, ProfilePoint, load_table, median_ms
 from bullet_graph.runtime.performance import table_model
 
@@ -64,8 +65,21 @@ def test_sizes_between_measured_ones_are_interpolated(sms: int) -> None:
     smaller = max(size for size in MODEL.decode_sms if size < sms)
     larger = min(size for size in MODEL.decode_sms if size > sms)
     predicted = MODEL.decode(64, 64_000, sms)
-    assert MODEL.decode(64, 64_000, larger).ms < predicted.ms < MODEL.decode(64, 64_000, smaller).ms
+    rates = [1 / MODEL.decode(64, 64_000, size).ms for size in (smaller, larger)]
+    assert 1 / predicted.ms == pytest.approx(rates[0] + (rates[1] - rates[0]) * (sms - smaller) / (larger - smaller))
     assert predicted.measured
+
+
+def test_between_two_sizes_only_what_both_have_is_measured() -> None:
+    places = ((None, 4), (None, 64), (32, 64), (64, 256))  # few rows on the whole GPU show their time on a part of it
+    model = with_points("decode", {ProfilePoint("decode", sms, rows, 1000): [(9.0,)] for sms, rows in places})
+    assert [rows for rows in (2, 8, 64, 128, 256) if model.decode(rows, rows * 1000, 48).measured] == [8, 64]
+
+
+def test_a_row_measured_at_one_depth_takes_the_slope_of_the_nearest_and_no_row_falls_to_nothing() -> None:
+    points = [(64, 0, 2.0), (64, 1000, 2.5), (1024, 0, 10.0), (1024, 1000, 26.0), (512, 0, 6.0)]
+    assert fill_surface(points, lambda x, _: x, xs=())(512, 1000) == pytest.approx(6.0 + 16.0 * 512 / 1024)
+    assert fill_surface([(64, 1000, 1.0), (64, 2000, 10.0)], lambda x, _: x, xs=[128])(64, 0) == 0.25
 
 
 def test_prefill_pays_for_the_pairs_it_has() -> None:
