@@ -13,6 +13,7 @@ from bullet_graph.serve.forward import EngineGoneError, Forwarder, prompt_keys
 
 JSON, STREAM = b"application/json", b"text/event-stream; charset=utf-8"
 Answer = Callable[[], AsyncGenerator[Message, None]]
+LONG = "a" * 200
 
 
 def start(content_type: bytes = STREAM) -> Message:
@@ -80,6 +81,7 @@ def test_until_an_answer_begins_another_engine_takes_the_request(failures: int) 
     forwarder = Scripted(*[gone] * failures, whole)
     assert body_of(asyncio.run(ask(forwarder, body=b'{"prompt": "%s"}' % (b"a" * 130)))) == b"answer"
     assert [len(keys) for keys in forwarder.keys] == [2] * (failures + 1)
+    assert not forwarder._running
 
 
 @pytest.mark.parametrize(("answer", "told"), [(gone, "send it again"), (none_there, "none of 2 engines answers")])
@@ -142,8 +144,27 @@ def test_prompts_share_the_keys_of_what_they_share() -> None:
     assert len(prompt_keys(json.dumps({"prompt": list(range(40))}).encode())) == 2
 
 
+def chat_of(*texts: object, role: str = "user", **more: Any) -> dict[str, Any]:
+    return {"messages": [{"role": role, "content": text} for text in texts], **more}
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "alike"),
+    [
+        (chat_of(LONG, LONG), chat_of(LONG, "b" * 200), False),
+        (chat_of(LONG), chat_of(LONG, role="tool"), False),
+        (chat_of(LONG), chat_of(LONG, chat_template_kwargs={"enable_thinking": False}), False),
+        (chat_of(LONG), chat_of([{"type": "text", "text": LONG}]), True),
+        ({"prompt": LONG}, {"prompt": [LONG, "another"]}, True),
+    ],
+)
+def test_keys_are_of_the_whole_prompt(one: dict[str, Any], other: dict[str, Any], alike: bool) -> None:
+    keys, others = (prompt_keys(json.dumps(body).encode()) for body in (one, other))
+    assert keys
+    assert (keys == others) is alike
+
+
 def test_a_conversation_shares_no_keys_with_the_same_text_as_a_prompt() -> None:
-    chat = {"messages": [{"role": "user", "content": "a" * 200}]}
-    chat_keys, keys = (prompt_keys(json.dumps(one).encode()) for one in (chat, {"prompt": "[user]" + "a" * 200}))
+    chat_keys, keys = (prompt_keys(json.dumps(o).encode()) for o in (chat_of(LONG), {"prompt": "[user]" + LONG}))
     assert len(chat_keys) == len(keys) > 0
     assert chat_keys[0] != keys[0]

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from multiprocessing.connection import Pipe
 from pathlib import Path
-from unittest.mock import Mock
+from unittest.mock import AsyncMock, MagicMock, Mock
 
 import httpx
 import pytest
@@ -134,6 +134,17 @@ async def test_what_waits_for_an_engine_that_hangs_goes_to_another_or_ends(
     assert stream.text.endswith("data: [DONE]\n\n")
     assert [answer.text for answer in others] == ["well"] * 3
     assert {b"stream", b"whole"} <= set(asked)
+
+
+async def test_an_engine_that_answers_again_is_alive_and_a_request_inside_until_its_answer_ends() -> None:
+    replica = MagicMock(number=0, num_running=0, get=AsyncMock(side_effect=[None, b"well"]))
+    front = Front([replica])
+    for is_alive in (False, True):
+        await front._check(replica)
+        assert bool(front.alive) is is_alive
+    replica.ask.return_value.__aiter__.return_value = [{}]
+    found = [front.num_inside async for _ in front.answer({"method": "POST"}, b"", [])]
+    assert (found, front.num_inside) == ([1], 0)
 
 
 def test_what_a_lost_engine_held_is_forgotten() -> None:

@@ -3,16 +3,18 @@
 import asyncio
 import json
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 from unittest.mock import AsyncMock, Mock
 
 import pytest
+from core_loop import CoreLoop
 from fastapi.exceptions import RequestValidationError
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from bullet_graph import CompletionOutput, ConfigError, EngineDeadError, PromptError, TokenLogprobs
+from bullet_graph import CompletionOutput, ConfigError, EngineDeadError, LateError, PromptError, TokenLogprobs
 from bullet_graph.serve.app import watch
 from bullet_graph.serve.errors import ApiError
 from bullet_graph.serve.formats import ChatFormat, CompletionFormat, token_texts
@@ -63,6 +65,7 @@ def test_when_to_come_back_follows_the_requests_that_ended_lately() -> None:
     assert busy.retry_after_s() == 4
     clock.now_s += 10_000
     assert busy.retry_after_s() == 60
+    assert ApiError.of(LateError("too late", 10_000)).headers == {"Retry-After": "60"}
 
 
 def test_a_dead_engine_and_a_closed_gate_let_nobody_in() -> None:
@@ -291,13 +294,30 @@ async def test_a_body_in_parts_is_held_no_longer_than_its_request() -> None:
 
 def test_requests_without_targets_say_nothing_of_attainment() -> None:
     metrics, times = ServerMetrics("m", Mock(), Mock(), None), Mock(ttft_ms=1.0, e2e_ms=2.0, tpot_ms=1.0)
-    for slo, missed in ((NO_TARGETS, ()), (Slo(ttft_ms=9), ()), (Slo(ttft_ms=0.5), ("ttft",))):
+    for slo, missed in ((NO_TARGETS, ()), *[(Slo(ttft_ms=9), ())] * 3, (Slo(ttft_ms=0.5), ("ttft",))):
         metrics.finished(Mock(metrics=times, slo=slo, missed_targets=missed))
-    assert metrics._slo_attainment == 0.5
+    assert metrics._slo_attainment == 0.75
+
+
+def test_figures_leave_out_the_warm_up_and_prometheus_gets_seconds() -> None:
+    names = ("num_prompt_tokens", "num_output_tokens", "prefix_cache_queries", "prefix_cache_hits")
+    of_warm_up = dict(zip(names, (1, 2, 3, 4), strict=True)) | {"kv_blocks_used": 25, "kv_blocks_total": 100}
+    engine = Mock(failure=None, stats=replace(CoreLoop("serial").core.stats(), **of_warm_up))
+    metrics = ServerMetrics("m", engine, Mock(num_waiting=5), None)
+    counters = dict(zip(names, (11, 22, 33, 44), strict=True))
+    engine.stats = replace(engine.stats, predicted_ttft_ms=250.0, kv_blocks_peak=75, **counters)
+    metrics.finished(Mock(metrics=Mock(ttft_ms=1.0, e2e_ms=2.0, tpot_ms=1.0), slo=NO_TARGETS))
+    live, told = metrics.live(), {s.name[13:]: s.value for family in metrics.collect() for s in family.samples}
+    grown = {"prompt_tokens": 10, "generation_tokens": 20, "prefix_cache_queries": 30, "prefix_cache_hits": 40}
+    assert told.items() >= {f"{name}_total": value for name, value in grown.items()}.items()
+    assert live.items() >= {name: grown[name] for name in list(grown)[1:]}.items()
+    shares = live["kv_cache_usage"], told["kv_cache_usage_perc"]
+    assert (*shares, told["predicted_time_to_first_token_seconds"]) == (0.25, 0.25, 0.25)
+    assert (live["requests"], told["e2e_request_latency_seconds_sum"]) == (1, 0.002)
 
 
 def test_min_tokens_raises_the_default_limit_of_an_output() -> None:
     found, engine = Generation.__new__(Generation), SimpleNamespace(max_model_len=50)
     found.__dict__.update(_engine=Mock(engine=engine), _settings=Mock(max_prompt_tokens=None), _defaults={})
-    limits = [found._max_tokens(CompletionRequest(prompt=[1], min_tokens=least), 10) for least in (None, 5, 30)]
-    assert limits == [16, 16, 30]
+    limits = [found._max_tokens(CompletionRequest(prompt=[1], min_tokens=least), 10) for least in (None, 5, 30, 45)]
+    assert limits == [16, 16, 30, 40]
