@@ -77,6 +77,7 @@ def test_several_prompts_and_samples_are_numbered_in_order(complete: Create, alo
     expected = [sample.text for prompt in prompts for sample in answer(alone, prompt, **sampling).outputs]
     whole = complete(prompt=prompts, **sampling)
     assert [(choice.index, choice.text) for choice in whole.choices] == list(enumerate(expected))
+    assert whole.usage.completion_tokens == 6 * 5
     pieces = dict.fromkeys(range(6), "")
     reasons = []
     for chunk in complete(prompt=prompts, **sampling, stream=True):
