@@ -79,8 +79,7 @@ OFTEN = Adjustments(
     output_token_ids=np.full(9, 4, np.int32),
 )
 """The penalty is the same for one time and for nine."""
-NEGATIVE = replace(OFTEN, params=SamplingParams(repetition_penalty=8.0))
-"""With an odd seed, no score is positive."""
+NEGATIVE = replace(OFTEN, params=SamplingParams(repetition_penalty=8.0))  # with an odd seed, no score is positive
 
 
 @few(20)
