@@ -61,7 +61,8 @@ def read_campaign(path: Path) -> tuple[Job, ...]:
         jobs = tuple(Job(job["name"], tuple(job["commands"])) for job in content["job"])
         for job in jobs:
             for command in job.commands:
-                shlex.split(command)
+                if not shlex.split(command):
+                    raise ValueError("an empty command")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(
             f"{path} is no campaign: it needs [[job]] tables, each with a name and a list of commands ({error!r})"

@@ -97,7 +97,7 @@ class RankError(BulletGraphError, RuntimeError):
 
 
 @contextmanager
-def file_errors(doing: str, kind: type[BulletGraphError] = CacheError) -> Iterator[None]:
+def io_errors(doing: str, kind: type[BulletGraphError] = CacheError) -> Iterator[None]:
     """Turn an OSError of the block into an error of this kind that begins with ``doing``."""
     try:
         yield

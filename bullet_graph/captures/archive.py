@@ -17,7 +17,7 @@ from typing import IO, Any
 
 from bullet_graph.captures.manifest import CHUNK_BYTES, MAX_MANIFEST_BYTES, Manifest, StoredFile
 from bullet_graph.captures.store import FILES_NAME, CaptureStore, Entry
-from bullet_graph.errors import CacheError, file_errors
+from bullet_graph.errors import CacheError, io_errors
 from bullet_graph.files import draft_of, open_regular
 
 MANIFEST_MEMBER = "manifest.json"
@@ -42,7 +42,7 @@ def export_entry(entry: Entry, file: Path, *, sign_key: Path | None = None) -> N
     key = None if sign_key is None else _load_key(sign_key, is_private=True)
     signature: bytes | None = None if key is None else key.sign(_CONTEXT + text)
     doing = f"cannot export entry {entry.entry_id} to {file}"
-    with file_errors(doing), draft_of(file) as draft, draft.open("wb") as raw:
+    with io_errors(doing), draft_of(file) as draft, draft.open("wb") as raw:
         # Without a name and a time: the same entry always gives the same bytes.
         with (
             gzip.GzipFile("", "wb", _LEVEL, raw, mtime=0) as packed,
@@ -72,7 +72,7 @@ def import_archive(
         CacheError: the file is not exactly as :func:`export_entry` writes it, the signature does not hold, or the
             store has no room. The store is unchanged.
     """
-    with file_errors(f"cannot import {file} into {store.root}"), open_regular(file) as raw:
+    with io_errors(f"cannot import {file} into {store.root}"), open_regular(file) as raw:
         try:
             return _import(store, gzip.GzipFile(fileobj=raw), trusted_keys, tell)
         except (CacheError, EOFError, gzip.BadGzipFile, zlib.error) as error:
@@ -194,7 +194,7 @@ def _load_key(file: Path, *, is_private: bool) -> Any:
         raise CacheError(
             "signatures need the cryptography package, which is not installed: pip install 'bullet-graph[sign]'"
         ) from error
-    with file_errors(f"cannot read the key {file}"), file.open("rb") as opened:
+    with io_errors(f"cannot read the key {file}"), file.open("rb") as opened:
         pem = opened.read(_MAX_KEY_BYTES)
     try:
         if is_private:

@@ -22,7 +22,7 @@ from filelock import FileLock, Timeout
 from platformdirs import user_cache_path
 
 from bullet_graph.captures import manifest as manifests
-from bullet_graph.errors import CacheError, file_errors
+from bullet_graph.errors import CacheError, io_errors
 from bullet_graph.files import open_regular
 
 MANIFEST_NAME = "manifest.json"
@@ -110,7 +110,7 @@ class CaptureStore:
     def require_trusted(self) -> None:
         """Raise CacheError where other users than this one and root could decide what the engine runs."""
         for folder in (self.root, self._entries):
-            with file_errors(f"cannot look at {folder}"), suppress(FileNotFoundError):
+            with io_errors(f"cannot look at {folder}"), suppress(FileNotFoundError):
                 found = folder.stat()
                 if found.st_uid not in (0, os.geteuid()):
                     raise CacheError(
@@ -128,7 +128,7 @@ class CaptureStore:
     def entries(self) -> tuple[tuple[Entry, ...], tuple[DamagedEntry, ...]]:
         """All entries, the last used first; and those whose manifest cannot be used."""
         good, damaged, names = list[Entry](), list[DamagedEntry](), list[str]()
-        with file_errors(f"cannot list the capture caches in {self.root}"), suppress(FileNotFoundError):
+        with io_errors(f"cannot list the capture caches in {self.root}"), suppress(FileNotFoundError):
             names = sorted(os.listdir(self._entries))
         for name in names:
             try:
@@ -144,7 +144,7 @@ class CaptureStore:
         """An entry by its name; CacheError where there is none, or its manifest cannot be used."""
         folder, rejection = self._entries / name, None
         where = folder / MANIFEST_NAME
-        with file_errors(f"entry {name} of {self.root} cannot be read, or has no manifest"):
+        with io_errors(f"entry {name} of {self.root} cannot be read, or has no manifest"):
             with open_regular(where) as file:
                 data, status = file.read(manifests.MAX_MANIFEST_BYTES), os.fstat(file.fileno())
             with suppress(FileNotFoundError), open_regular(folder / REJECTION_NAME) as file:
@@ -198,7 +198,7 @@ class CaptureStore:
         """
         with self._build_lock(name, lambda: tell(f"another process builds entry {name}: waiting for it to end")):
             staged = self._staging / name
-            with file_errors(f"cannot build into {self.root}"):
+            with io_errors(f"cannot build into {self.root}"):
                 # What a killed builder left counts for nothing.
                 shutil.rmtree(staged, ignore_errors=True)
                 _make_folder(staged / FILES_NAME)
@@ -219,7 +219,7 @@ class CaptureStore:
 
         Raises CacheError where the earlier one is in use, or the store cannot be written.
         """
-        with file_errors(f"cannot finish entry {manifest.entry_id}"):
+        with io_errors(f"cannot finish entry {manifest.entry_id}"):
             (staged / MANIFEST_NAME).write_bytes(manifest.to_bytes())
             self._discard(manifest.entry_id)
             staged.rename(self._entries / manifest.entry_id)
@@ -236,7 +236,7 @@ class CaptureStore:
         """Remove an entry; CacheError where it is not there, in use, being built, or cannot be removed."""
         if "/" in name or name in ("", ".", "..") or not os.path.lexists(self._entries / name):
             raise CacheError(f"there is no entry {name!r} in {self.root}")
-        with file_errors(f"cannot remove entry {name}"), self._build_lock(name):
+        with io_errors(f"cannot remove entry {name}"), self._build_lock(name):
             self._discard(name)
 
     def prune(
@@ -278,7 +278,7 @@ class CaptureStore:
     def _build_lock(self, name: str, on_wait: Callable[[], None] | None = None) -> Iterator[None]:
         """Hold an entry's build lock; without ``on_wait``, which is called before waiting, never wait."""
         lock = FileLock(self.root / "locks" / f"{name}.lock")
-        with file_errors(f"cannot write into {self.root}"):
+        with io_errors(f"cannot write into {self.root}"):
             for folder in (self._entries, self._staging, self.root / "locks"):
                 _make_folder(folder)
             try:
@@ -325,10 +325,10 @@ def _use_lock(manifest: Path, operation: int, refusal: str) -> Iterator[None]:
     """Hold a lock (flock) on an entry's manifest; a CacheError that begins with ``refusal`` where that fails."""
     # Some network file systems give an exclusive lock to writers only; a manifest may be read-only all the same.
     mode = os.O_RDWR if operation != fcntl.LOCK_SH and os.access(manifest, os.W_OK) else os.O_RDONLY
-    with file_errors(refusal):
+    with io_errors(refusal):
         descriptor = os.open(manifest, mode | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
-        with file_errors(refusal):
+        with io_errors(refusal):
             fcntl.flock(descriptor, operation)
             if not os.path.samestat(os.stat(manifest), os.fstat(descriptor)):
                 raise FileNotFoundError(f"{manifest} was replaced just now")

@@ -73,7 +73,7 @@ def serve_replicas(
     )
     started: list[Replica] = []
     connections: list[Connection] = []
-    parent = None if len(tempfile.gettempdir()) < 64 else "/tmp"  # a socket's path has at most 107 bytes
+    parent = None if len(os.fsencode(tempfile.gettempdir())) < 64 else "/tmp"  # a socket's path has at most 107 bytes
     with tempfile.TemporaryDirectory(prefix="bullet_graph_replicas_", dir=parent) as folder:
         try:
             for each in range(number):

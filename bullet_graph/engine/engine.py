@@ -22,7 +22,7 @@ from bullet_graph.engine.in_flight import stalled_launches
 from bullet_graph.engine.output import EngineStats, OutputKind, RequestOutput
 from bullet_graph.engine.scheduler import Scheduler
 from bullet_graph.engine.trace import DecisionTrace, trace_header
-from bullet_graph.errors import ConfigError, EngineDeadError, LateError, PerfTableWarning, RankError, RequestError
+from bullet_graph.errors import ConfigError, EngineDeadError, LateError, PerfTableWarning, RequestError
 from bullet_graph.models.progress import progress_bar
 from bullet_graph.partition.masks import lane_sms
 from bullet_graph.perf.start_report import StartClock, StartReport
@@ -290,8 +290,7 @@ class Engine:
             return self._core.prepare_next()
         except Exception as error:
             self._failure = error
-            doing = "idle" if isinstance(error, RankError) else "capturing a graph"
-            raise EngineDeadError(f"the engine failed while {doing}: {error}") from error
+            raise EngineDeadError(f"the engine failed while idle or capturing a graph: {error}") from error
 
     # ---- whole batches ----
 

@@ -42,7 +42,7 @@ class DecisionTrace:
         except FileExistsError:
             raise ConfigError(f"the trace file {path} exists: allow overwriting it, or give another name") from None
         except OSError as error:
-            raise ConfigError(f"trace file {path} cannot be made ({error.strerror}): name another folder") from None
+            raise ConfigError(f"trace file {path} cannot be made ({error.strerror}): give another name") from None
         self._path = path
         self._num_sms = header.num_sms
         self._num_layers = header.num_layers

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from bullet_graph.errors import DeviceError, file_errors
+from bullet_graph.errors import DeviceError, io_errors
 
 _LT_ROWS = (17, 112)
 """First and last number of rows for which cublasLt chooses faster kernels than cuBLAS."""
@@ -51,7 +51,7 @@ def _set_sm_count(num_sms: int) -> None:
 def _library() -> ctypes.CDLL:
     """The cuBLAS that torch has loaded, by its name."""
     name = f"libcublas.so.{(torch.version.cuda or '').partition('.')[0]}"
-    with file_errors(f"decode graphs on part of the GPU need torch's {name}", DeviceError):
+    with io_errors(f"decode graphs on part of the GPU need torch's {name}", DeviceError):
         return ctypes.CDLL(name)
 
 

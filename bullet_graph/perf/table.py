@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, NoReturn, get_args
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, create_model
 from pydantic.dataclasses import dataclass
 
-from bullet_graph.errors import PerfTableError, PerfTableWarning, file_errors, first_problem
+from bullet_graph.errors import PerfTableError, PerfTableWarning, first_problem, io_errors
 from bullet_graph.files import PACKAGE_FOLDER, draft_of
 from bullet_graph.perf.performance import PerformanceModel, attention_pairs
 from bullet_graph.perf.roofline import DecoderShape
@@ -266,7 +266,7 @@ def write_table(table: PerfTable, path: Path) -> None:
         "complete": table.complete,
     }
     text = json.dumps({**content, "checksum": _checksum(content)}, indent=1, allow_nan=False) + "\n"
-    with file_errors(f"cannot write the performance table {path}", PerfTableError), draft_of(path) as draft:
+    with io_errors(f"cannot write the performance table {path}", PerfTableError), draft_of(path) as draft:
         draft.write_text(text, encoding="utf-8")
 
 

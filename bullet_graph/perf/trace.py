@@ -238,7 +238,7 @@ def _records(path: Path, notes: list[str]) -> Iterator[tuple[str, _Record]]:
                 except ValidationError as error:
                     raise TraceError(f"{place} {first_problem(error)}") from None
     except OSError as error:
-        raise TraceError(f"{path}: cannot be read ({error.strerror}); name one of --trace-decisions") from None
+        raise TraceError(f"{path}: cannot be read ({error.strerror}); name a file of --trace-decisions") from None
 
 
 def _adapter(place: str, content: object, *, is_first: bool) -> TypeAdapter[_Record]:

@@ -262,14 +262,15 @@ class OutputFolder:
             if not manifest.exists():
                 with draft_of(manifest) as draft:
                     draft.write_text(json.dumps(self._identity))
-            found = json.loads(manifest.read_text())
+            if not isinstance(found := json.loads(manifest.read_text()), dict):
+                raise ValueError(f"{manifest} is damaged: give a new folder")
             other = [name for name, value in self._identity.items() if found.get(name, value) != value]
             self.refresh()
         except filelock.Timeout:
             raise ConfigError(
                 f"--output {self.path}: another batch writes there: wait for it, or give another folder"
             ) from None
-        except (OSError, ValueError, AttributeError) as error:
+        except (OSError, ValueError) as error:
             self._held.close()
             raise ConfigError(f"--output {self.path} must be a folder for this batch, but: {error}") from error
         if other:

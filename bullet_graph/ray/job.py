@@ -22,7 +22,7 @@ import ray.data
 from pydantic_core import from_json
 from ray.util.annotations import RayDeprecationWarning
 
-from bullet_graph.errors import ConfigError, EngineDeadError, file_errors
+from bullet_graph.errors import ConfigError, EngineDeadError, io_errors
 from bullet_graph.ray.batch_files import BatchInput, OutputFolder, PartFile
 
 if TYPE_CHECKING:
@@ -148,7 +148,7 @@ def run_batch(
                     f"the workers wrote none of {len(left)} rows, as they died or their disk takes nothing: their logs "
                     "in Ray's folder tell why; the same command goes on"
                 )
-        with file_errors(f"--output {folder} must take one file of all rows; repeat the command", ConfigError):
+        with io_errors(f"--output {folder} must take one file of all rows: make room, and repeat", ConfigError):
             target = output.finish(rows.custom_ids)
         seconds = time.monotonic() - began_s
         return BatchReport(

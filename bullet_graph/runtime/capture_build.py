@@ -17,7 +17,7 @@ import numpy as np
 from bullet_graph.captures.manifest import Manifest, entry_id, list_files
 from bullet_graph.captures.store import FILES_NAME, CaptureStore, Entry
 from bullet_graph.config import KV_BLOCK_TOKENS, EngineConfig
-from bullet_graph.errors import file_errors
+from bullet_graph.errors import io_errors
 from bullet_graph.graphs.compile_counts import CompileCounter, CompileCounts
 from bullet_graph.kernels.communicator import on_all_ranks
 from bullet_graph.kernels.flashinfer_attention import needed_modules
@@ -135,7 +135,7 @@ def _fill(
                 rows: tuple[int, ...] = getattr(built.executor, "row_buckets", ())
             finally:
                 built.executor.shutdown()
-        with file_errors("cannot write into the capture cache"):
+        with io_errors("cannot write into the capture cache"):
             if is_gpu:
                 capture_cache.copy_kernels(Path(scratch) / capture_cache.TRITON, files / capture_cache.TRITON)
             if built.capture is not None:
@@ -145,7 +145,7 @@ def _fill(
 
 def _keep_measured(files: Path, config: EngineConfig, runtime: Runtime) -> None:
     """Keep the performance table that such an engine predicts from, and this driver's SM-mask offset, if known."""
-    with file_errors("cannot write into the capture cache"):
+    with io_errors("cannot write into the capture cache"):
         table = None if config.perf_table == ROOFLINE else table_file(config, runtime)
         if table is not None:
             read_table(table)
@@ -161,7 +161,7 @@ def keep_attention(files: Path, runtime: Runtime) -> None:
     for module in needed_modules(Gpu.of(runtime.device), runtime.dtype, runtime.model):
         library = module.build()
         target = files / capture_cache.library_name(module)
-        with file_errors("cannot write into the capture cache"):
+        with io_errors("cannot write into the capture cache"):
             target.parent.mkdir(exist_ok=True)
             shutil.copyfile(library, target)
 

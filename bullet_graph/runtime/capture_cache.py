@@ -21,14 +21,7 @@ import torch
 
 from bullet_graph.captures.store import CaptureStore, Entry, Lookup, default_root
 from bullet_graph.config import EngineConfig, SelfCheckChoice
-from bullet_graph.errors import (
-    CacheError,
-    CaptureCacheWarning,
-    DeviceError,
-    PartitionError,
-    PerfTableError,
-    file_errors,
-)
+from bullet_graph.errors import CacheError, CaptureCacheWarning, DeviceError, PartitionError, PerfTableError, io_errors
 from bullet_graph.graphs.capture_plan import CapturePlan
 from bullet_graph.graphs.compile_counts import CompileCounter, CompileCounts
 from bullet_graph.graphs.compiled import CompiledPart, LayerPart, compile_ahead, compile_now, load_package
@@ -355,7 +348,7 @@ def triton_hashed_meanwhile() -> Iterator[None]:
 
 def copy_kernels(source: Path, target: Path) -> None:
     """Copy Triton's cache folder; files that exist stay. Each file appears whole, and after those that it lists."""
-    with file_errors(f"cannot copy kernels to {target}"):
+    with io_errors(f"cannot copy kernels to {target}"):
         for path in sorted(source.rglob("*"), key=lambda path: path.name.startswith(_GROUP_PREFIX)):
             relative = path.relative_to(source)
             goal = target / relative

@@ -12,7 +12,7 @@ from filelock import FileLock
 from platformdirs import user_data_path
 
 from bullet_graph.config import SETTINGS, EngineConfig
-from bullet_graph.errors import PerfTableError, file_errors
+from bullet_graph.errors import PerfTableError, io_errors
 from bullet_graph.graphs.capture_plan import CapturePlan, named_plan
 from bullet_graph.graphs.key import batch_size_buckets, bucket_for
 from bullet_graph.models.config import ModelConfig
@@ -110,7 +110,7 @@ def measure_if_missing(
     env = environment_of_child(CUDA_VISIBLE_DEVICES=",".join(gpus))
     file = user_table_file(table_key(runtime))
     process = [sys.executable, "-P", "-m", "bullet_graph", *command]
-    with clock.phase("profile"), file_errors(f"profile_if_missing must be able to write {file}", PerfTableError):
+    with clock.phase("profile"), io_errors(f"profile_if_missing must be able to write {file}", PerfTableError):
         file.parent.mkdir(parents=True, exist_ok=True)
         # Engines that start together measure once. stdout is for results.
         with FileLock(f"{file}.lock"):

@@ -91,7 +91,9 @@ def resolve(config: EngineConfig) -> Runtime:
         raise ConfigError("the GPU path computes in bfloat16 or float16, not float32: pass dtype=bfloat16")
     limit = model.max_position_embeddings
     if config.max_model_len is not None and config.max_model_len > limit:
-        raise ConfigError(f"max_model_len={config.max_model_len} exceeds the model's own limit of {limit}: lower it")
+        raise ConfigError(
+            f"max_model_len={config.max_model_len} exceeds the model's own limit of {limit} positions: give at most that"
+        )
     length = config.max_model_len or limit
     model = without_wide_windows(model, length)
     if device.type == "cuda":

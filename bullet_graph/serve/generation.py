@@ -280,7 +280,7 @@ class Generation:
             default = request.default_tokens or self._defaults.get("max_tokens") or room
             return min(max(default, request.min_tokens or 1), room)
         if wanted > room:
-            found = f"found {prompt_tokens} + {wanted} with the output"
+            found = f"found {prompt_tokens} of the prompt + {wanted} of the output"
             raise self._over(f"{found}: ask for at most {room} tokens, or shorten the prompt")
         return wanted
 

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from pydantic_core import from_json
 
 from bullet_graph.errors import SamplingParamsError
+from bullet_graph.sampling_params import MAX_GRAMMAR_CHARACTERS
 
 _ID_CHARACTERS = string.ascii_letters + string.digits
 _ID_LENGTH = 9
@@ -65,21 +66,22 @@ def format_of(template: str) -> ToolFormat | None:
 def forced_calls(tools: Mapping[str, Mapping[str, Any]], *, parallel: bool) -> dict[str, Any]:
     """The JSON schema of a list of calls, at least one, of tools whose parameters have these schemas.
 
-    Raises SamplingParamsError where one is nested too deeply.
+    Raises SamplingParamsError where they are too long together.
     """
     call = {"type": "object", "required": ["name", "parameters"], "additionalProperties": False}
-    calls = []
+    found: dict[str, dict[str, Any]] = {}
     for number, (name, schema) in enumerate(tools.items()):
-        # References count from the root of the whole schema, or from the nearest $id.
-        own = {key: value for key, value in schema.items() if key != "$id"} or {"type": "object"}
-        root = f"#/items/anyOf/{number}/properties/parameters"
-        try:
-            parameters = json.loads(re.sub(r'"\$ref": "#(?=["/])', f'"$ref": "{root}', json.dumps(own)))
-        except RecursionError:
-            raise SamplingParamsError(f"`tools`: the parameters of {name!r:.80} are nested too deeply") from None
-        calls.append(call | {"properties": {"name": {"const": name}, "parameters": parameters}})
+        # References such as "#" count from the nearest $id, so each tool needs one of its own.
+        own_id = str(schema.get("$id"))
+        base = own_id if own_id.startswith("http") and own_id not in found else f"tool:/{number}"
+        properties = {"name": {"const": name}, "parameters": {**(schema or {"type": "object"}), "$id": base}}
+        found[base] = call | {"properties": properties}
     most = {} if parallel else {"maxItems": 1}
-    return {"type": "array", "minItems": 1, **most, "items": {"anyOf": calls}}
+    forced = {"type": "array", "minItems": 1, **most, "items": {"anyOf": [*found.values()]}}
+    if (size := len(json.dumps(forced))) > MAX_GRAMMAR_CHARACTERS:
+        limit = f"a forced call can follow at most {MAX_GRAMMAR_CHARACTERS} characters of schemas, found {size}"
+        raise SamplingParamsError(f"`tools`: {limit}: shorten them, or name one tool in `tool_choice`")
+    return forced
 
 
 class CallDelta(NamedTuple):

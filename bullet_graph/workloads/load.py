@@ -18,7 +18,7 @@ from typing import Annotated
 import numpy as np
 from pydantic import BaseModel, Field, TypeAdapter, ValidationError
 
-from bullet_graph.errors import WorkloadError, file_errors, first_problem
+from bullet_graph.errors import WorkloadError, first_problem, io_errors
 from bullet_graph.workloads.synthetic import CHAT_THINK_S, SYNTHETIC_NAMES, synthetic_workload
 from bullet_graph.workloads.workload import Tokenize, TurnBefore, Workload, WorkloadRequest
 
@@ -198,7 +198,7 @@ def _sharegpt_requests(path: Path, tokenize: Tokenize, seed: int) -> Iterator[Wo
 
 def _lines(path: Path) -> Iterator[tuple[str, str]]:
     """Each line, line end included, after the words that name its place in an error."""
-    with file_errors(f"{path}: a readable file is required", WorkloadError), path.open("rb") as file:
+    with io_errors("a readable file is required", WorkloadError), path.open("rb") as file:
         for number, raw in enumerate(file, 1):
             where = f"{path}, line {number}"
             try:

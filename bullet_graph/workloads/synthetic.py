@@ -89,14 +89,13 @@ def synthetic_workload(name: str, num_requests: int, seed: int = 0) -> Workload:
 
     Of ``chat``, the last conversation may lack its last turns.
 
-    Raises WorkloadError for an unknown name, no request or more than memory holds, or a negative seed.
+    Raises WorkloadError for an unknown name, no request or over 10 million, or a negative seed.
     """
     if name not in SYNTHETIC_NAMES:
         raise WorkloadError(f"unknown workload {name!r}: use synthetic:{', synthetic:'.join(SYNTHETIC_NAMES)}")
     if not 1 <= num_requests <= _MOST_REQUESTS or seed < 0:
-        raise WorkloadError(
-            f"a synthetic workload has 1 to {_MOST_REQUESTS:,} requests and a seed ≥ 0, got {num_requests} and {seed}"
-        )
+        found = f"{num_requests} requests and seed {seed}"
+        raise WorkloadError(f"a synthetic workload has 1 to {_MOST_REQUESTS:,} requests and a seed ≥ 0, got {found}")
     # PCG64 by name: numpy may change its default generator.
     generator = np.random.Generator(np.random.PCG64(seed))
     if name == "chat":

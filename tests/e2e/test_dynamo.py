@@ -371,8 +371,7 @@ async def test_an_abort_or_the_end_of_a_drain_ends_a_request_that_waits_for_its_
     while not (engine._engine and engine._engine.stats.num_steps):
         await asyncio.sleep(0.002)
     await engine.abort(Context())
-    chunks = await asyncio.wait_for(task, 20)
-    assert chunks[-1] == {"token_ids": [], "index": 0, "finish_reason": "cancelled"}
+    assert (await asyncio.wait_for(task, 20))[-1] == {"token_ids": [], "index": 0, "finish_reason": "cancelled"}
     assert await chunks_of(engine, 100, stopped=True) == [], "it was aborted before it came"
     task = asyncio.create_task(chunks_of(engine, 100))
     await asyncio.sleep(0.1)

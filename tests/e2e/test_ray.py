@@ -173,7 +173,7 @@ def test_a_worker_dies_and_each_row_is_there_once_and_a_restart_skips_what_is_wr
     assert parsed(run(*command))["skipped"] == 500
     with monkeypatch.context() as full:
         full.setattr(OutputFolder, "finish", MagicMock(side_effect=OSError("no room")))
-        assert "must take one file of all rows; repeat the command: no room" in refused(run(*command))
+        assert "must take one file of all rows: make room, and repeat: no room" in refused(run(*command))
     assert "differs in dtype" in refused(run(*command, "--dtype", "bfloat16"))
     assert "differs in input" in refused(run(*command[:2], write(tmp_path / "other.jsonl", rows[:9]), *command[3:]))
 

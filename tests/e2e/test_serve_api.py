@@ -193,8 +193,7 @@ def test_log_probabilities_of_a_chat(chat: Create) -> None:
     for entry in entries:
         assert len(entry.top_logprobs) == 2
         assert entry.top_logprobs[0].logprob == entry.logprob
-        told = None if "\ufffd" in entry.token else list(entry.token.encode())
-        assert entry.bytes == told
+        assert entry.bytes == (None if "\ufffd" in entry.token else list(entry.token.encode()))
     assert [entry.top_logprobs for entry in create().choices[0].logprobs.content] == [[]] * 3
 
 

@@ -62,7 +62,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"prompt": "x" * 41}, "a prompt may have at most 40 tokens here, found 41"),
     ({"prompt": "x" * 481}, "no text of more than 480 characters fits, found 481 characters"),
     ({"prompt": "half \ud800 a pair"}, "half a surrogate pair"),
-    ({"max_tokens": 64}, "this model's maximum context length is 64 tokens; found 1 + 64 with the output: ask for"),
+    ({"max_tokens": 64}, "length is 64 tokens; found 1 of the prompt + 64 of the output: ask for at most 63"),
     ({"max_tokens": -1}, "`max_tokens`: input should be greater than or equal to 0, found -1"),
     ({"max_tokens": 0}, "`max_tokens` of 0 is for prompts alone"),
     ({"max_tokens": "5"}, "`max_tokens`: input should be a valid integer, found '5'"),

@@ -179,8 +179,7 @@ def test_a_rank_reads_its_own_experts_alone(tmp_path: Path, monkeypatch: pytest.
         weights = zero_weights(config, dtype=torch.float32, device=torch.device("cpu"))
         with checkpoint.open_checkpoint(tmp_path, config) as opened:
             list(opened.fill(weights))
-        held = (view.nbytes for _, view in checkpoint_views(config, weights))
-        assert config.weight_bytes(4) == sum(held)
+        assert config.weight_bytes(4) == sum(view.nbytes for _, view in checkpoint_views(config, weights))
     experts = [name.split(".")[5] for name in read if ".experts." in name]
     half = len(experts) // 2
     assert set(experts[:half]) | set(experts[half:]) == {str(index) for index in range(model.num_experts)}

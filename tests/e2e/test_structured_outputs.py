@@ -67,8 +67,7 @@ def test_each_tag_has_its_own_trigger() -> None:
     tags = [{"begin": f"<{name}=x>", "schema": {"type": "integer"}, "end": f"</{name}>"} for name in "fg"]
     of_both = StructuredOutputs(structural_tag={"triggers": ["<f", "<g"], "structures": tags})
     model, tokenizer = dataclasses.replace(PRESETS["tiny"], eos_token_ids=(257,)), byte_tokenizer(512)
-    matcher = Grammars(model, tokenizer).matcher(of_both)
-    assert all(map(matcher.accept, tokenizer.encode("a <g=x>5</g>")))
+    assert all(map(Grammars(model, tokenizer).matcher(of_both).accept, tokenizer.encode("a <g=x>5</g>")))
 
 
 def test_every_json_document_is_valid(tiny: Engine) -> None:

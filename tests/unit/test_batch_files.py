@@ -174,7 +174,7 @@ def test_an_output_has_each_row_once_whatever_was_written_twice_or_torn(tmp_path
     assert not [*path.glob("parts/*"), *path.glob(".output*")]
     with OutputFolder(path, {"input": "1"}) as folder:
         assert folder.done == {"a", "b", "c"}
-    for damaged, told in (("", "differs in input"), ("[]", "must be a folder for this batch, but")):
+    for damaged, told in (("", "differs in input"), ("[]", "batch.json is damaged")):
         with (path / "batch.json").open("w" if damaged else "a") as file:
             file.write(damaged)
         with pytest.raises(ConfigError, match=told), OutputFolder(path, {"input": "2"}):

@@ -179,8 +179,7 @@ def test_no_batch_is_placed_where_no_graph_holds_it(
     """The executor refuses such a launch, and checks all others as ever."""
     by_partition = {partition_of(sms, num_sms=MODEL.num_sms): most for sms, most in limits.items()}
     executor = CheckedExecutor(max_in_flight=depth, max_batch_sizes=by_partition)
-    loop = CoreLoop(policy, executor=executor)
-    loop.run(arrivals=requests)
+    CoreLoop(policy, executor=executor).run(arrivals=requests)
     for launch in executor.launches:
         if launch.step.prefill is None and launch.step.decode is not None:
             assert len(launch.step.decode.slots) <= by_partition.get(launch.placement.partition, 64)

@@ -2,7 +2,6 @@
 
 import json
 import time
-from itertools import product
 from typing import Any
 
 import pytest
@@ -10,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 
+from bullet_graph import SamplingParamsError
 from bullet_graph.serve.tools import FORCED, FORMATS, ToolCallParser, ToolFormat, forced_calls, format_of, tool_calls
 
 Parsed = tuple[str, list[tuple[str, str]]]
@@ -172,12 +172,19 @@ def test_a_format_is_known_by_its_template() -> None:
 
 
 def test_the_schema_of_forced_calls_follows_references() -> None:
-    properties = {"p": {"$ref": "#/$defs/P"}, "q": {"$ref": "#/properties/p"}, "r": {"$ref": "#"}}
-    own = {"$id": "https://example.com/f", "properties": properties, "$defs": {"P": {"type": "integer"}}}
-    schema = forced_calls({"f": own, "g": {}, "h": own | {"$defs": {"P": {"type": "null"}}}}, parallel=False)
+    places = ("#/$defs/P", "#/properties/p", "#", "https://a.b/n")
+    properties = {key: {"$ref": place} for key, place in zip("pqrn", places, strict=True)}
+    inner = {"$id": places[3], "properties": {"s": {"$ref": "#/$defs/S"}}, "$defs": {"S": {"const": {"$ref": "#"}}}}
+    own = {"$id": "https://a.b/f", "properties": properties, "$defs": {"P": {"type": "integer"}, "N": inner}}
+    other = own | {"$defs": {"P": {"type": "null"}, "N": inner}}
+    schema = forced_calls({"f": own, "g": {}, "h": other, "i": other | {"$id": "tool:/1"}}, parallel=False)
     assert (schema["minItems"], schema["maxItems"]) == (1, 1)
     assert "maxItems" not in forced_calls({"f": own}, parallel=True)
-    assert schema["items"]["anyOf"][1]["properties"] == {"name": {"const": "g"}, "parameters": {"type": "object"}}
-    for parameters, fits in product(({"p": 1}, {"q": 1}, {"r": {"p": 1}}), (True, False)):
-        call = {"name": "f" if fits else "h", "parameters": parameters}
-        assert Draft202012Validator(schema).is_valid([call]) == fits
+    assert schema["items"]["anyOf"][1]["properties"]["parameters"] == {"type": "object", "$id": "tool:/1"}
+    of_f = [{"p": 1}, {"q": 1}, {"r": {"p": 1}}]
+    of_all, of_none = ({"n": {"s": {"$ref": place}}} for place in ("#", "#/items"))
+    for parameters, names in (*((one, ["f"]) for one in of_f), (of_all, ["f", "h", "i"]), (of_none, [])):
+        calls = [[{"name": name, "parameters": parameters}] for name in "fhi"]
+        assert [call[0]["name"] for call in calls if Draft202012Validator(schema).is_valid(call)] == names
+    with pytest.raises(SamplingParamsError, match=r"`tools`: .* name one tool"):
+        forced_calls({"f": {"description": "a" * 2**17}}, parallel=True)
