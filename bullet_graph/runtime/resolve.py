@@ -92,7 +92,7 @@ def resolve(config: EngineConfig) -> Runtime:
     limit = model.max_position_embeddings
     if config.max_model_len is not None and config.max_model_len > limit:
         raise ConfigError(
-            f"max_model_len={config.max_model_len} exceeds the model's own limit of {limit} positions: give at most that"
+            f"max_model_len={config.max_model_len} exceeds the model's own limit of {limit} positions: give no more"
         )
     length = config.max_model_len or limit
     model = without_wide_windows(model, length)

@@ -85,8 +85,7 @@ def test_a_campaign_of_a_file_is_run_and_told(tmp_path: Path) -> None:
     result = CliRunner().invoke(main, [str(path), "--results", str(tmp_path / "r"), "--gpus", "cpu"])
     assert result.exit_code == 0, result.output
     assert len(json.loads((tmp_path / "r" / "campaign.json").read_text())) == 1
-    twice = (job % "x") + (job % "y")
-    for text, told in ((twice, "different names"), (job % 'echo "', "No closing quotation")):
+    for text, told in ((job % "x" + job % "y", "different names"), (job % 'echo "', "No closing quotation")):
         path.write_text(text)
         with pytest.raises(ConfigError, match=told):
             read_campaign(path)

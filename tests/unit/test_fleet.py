@@ -315,9 +315,8 @@ def test_the_command_compares_fleets() -> None:
 
 
 def test_the_command_searches_for_goodputs() -> None:
-    found = run(
-        *SMALL, *["--machines", "2", "--sweep", "--max-runs", "2", "--first-rate", "40", "--prefill-machines", "1"]
-    )
+    options = "--machines 2 --sweep --max-runs 2 --first-rate 40 --prefill-machines 1"
+    found = run(*SMALL, *options.split())
     assert found.exit_code == 0, found.output
     assert "goodput_90" in found.stdout
     assert "divided" in found.stdout
