@@ -270,7 +270,7 @@ async def test_an_idle_engine_captures_and_still_listens(missing: Missing) -> No
 
 
 @pytest.mark.parametrize(
-    ("call", "doing"), [(Engine.prepare_next, "capturing a graph"), (Engine.step, "running a step")]
+    ("call", "doing"), [(Engine.prepare_next, "idle or capturing a graph"), (Engine.step, "running a step")]
 )
 def test_a_capture_that_fails_ends_the_engine(
     engine: Engine, missing: Missing, call: Callable[[Engine], object], doing: str

@@ -126,7 +126,7 @@ def test_seeds_and_fields(name: str) -> None:
 
 def test_errors() -> None:
     for name, count, seed in (("conv", 0, 0), ("conv", 10**12, 0), ("longdoc", 1, -1)):
-        with pytest.raises(WorkloadError, match=f"got {count} and {seed}"):
+        with pytest.raises(WorkloadError, match=f"got {count} requests and seed {seed}"):
             synthetic_workload(name, count, seed)
 
 
