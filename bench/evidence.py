@@ -175,7 +175,7 @@ class Task:
         return [one for one in (self, *self.older) if CLAIMED in one.own]
 
     def since(self, best: Run | None, share: float) -> str:
-        """How many later runs contradict the best one, as text, of those that confirm or contradict it; or ""."""
+        """As text, how many of the later runs that tell contradict the best run; "" where none does."""
         later = [run for date, run in self.runs if best and date > self.source.date]
         served = [run["stable"] and run["slo_attainment"] >= share for run in later]
         rates = [run["request_rate"] / best["request_rate"] for run in later] if best else []

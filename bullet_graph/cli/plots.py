@@ -10,7 +10,7 @@ import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
 
-from bullet_graph.cli.bench.sweep_runner import CellKey, Sweep, SweepCell, Task
+from bullet_graph.cli.bench.sweep_runner import Sweep, SweepCell, Task
 from bullet_graph.cli.tables import goodput_text
 from bullet_graph.perf.explain import IDLE, FloatArray, Occupancy, Window
 from bullet_graph.perf.goodput_search import SHARES, Goodput
@@ -92,11 +92,12 @@ def draw_sweep(sweep: Sweep, image_format: str) -> dict[str, bytes]:
     # A system has the same colour in every picture.
     systems = list(dict.fromkeys(cell.system for cell in sweep.cells if cell.runs))
     pictures = {"goodput": _draw_goodput(image_format, tasks, systems, float(sweep.settings["tolerance"]))}
-    for task in tasks:
+    for task, cells in tasks.items():
         name = re.sub(r"[^A-Za-z0-9.]+", "-", str(task).replace(",", "")).strip("-")
         while f"rates_{name}" in pictures:  # two traces differ in characters that are left out
             name += "-2"
-        curves = {s: sorted(sweep.cell(CellKey(s, task)).runs, key=lambda run: run["request_rate"]) for s in systems}
+        runs = {system: cells[system].runs if system in cells else () for system in systems}
+        curves = {system: sorted(runs[system], key=lambda run: run["request_rate"]) for system in systems}
         pictures[f"rates_{name}"] = draw_rates(image_format, curves, title=str(task), slo=Slo.parse(task.slo.split()))
     return {f"{name}.{image_format}": image for name, image in pictures.items()}
 
