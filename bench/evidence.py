@@ -9,11 +9,14 @@ from typing import Any, TypeAlias
 
 from bullet_graph.cli.tables import fastest_run, goodput_text
 from bullet_graph.errors import ConfigError
-from bullet_graph.perf.goodput_search import SHARES, Goodput, RateRun
+from bullet_graph.perf.goodput_search import SHARES, Goodput, RateRun, bracket
 
 OWN = "bullet_graph"
 CLAIMED = "bullet_graph auto"
 Run: TypeAlias = dict[str, Any]
+
+_NEAR = 1.5
+"""Between rates farther apart than this factor an interpolated goodput is a guess: it may be up to the next rate."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,8 +96,11 @@ class Searched:
     @classmethod
     def of(cls, cell: dict[str, Any], settings: dict[str, Any], share: float) -> "Searched":
         """From the runs of a cell, finished or not, of a file with these settings."""
-        points = [RateRun(run["request_rate"], run["slo_attainment"], run["stable"]) for run in cell["runs"]]
-        return cls(cell, Goodput.of(points, share), float(settings.get("tolerance") or 0))
+        points = [RateRun.of(run) for run in cell["runs"]]
+        goodput, (good, bad) = Goodput.of(points, share), bracket(points, share)
+        if good and bad and bad.rate > _NEAR * good.rate:
+            goodput = goodput._replace(below=bad.rate)
+        return cls(cell, goodput, float(settings.get("tolerance") or 0))
 
     @property
     def text(self) -> str:

@@ -57,6 +57,11 @@ class Row:
     file: str = ""
     least: float = math.inf
 
+    @property
+    def is_bound(self) -> bool:
+        """Whether the ratio has no upper end."""
+        return ">" in self.ratio or "≥" in self.ratio
+
     def __str__(self) -> str:
         cells = (self.what, self.here, self.peer, self.ratio, self.worse, f"`{self.file}`" if self.file else "")
         return f"| {' | '.join(cells)} |".replace(".json`", "`")
@@ -76,10 +81,9 @@ def goodput_rows(task: Task) -> Iterator[Row]:
 
 
 def _best_search(task: Task, share: float) -> tuple[Row, Task] | None:
-    """The newest that bounds a ratio, searches before rates before single runs; else one without a ratio."""
-    rows = [(row, one, one.source.fields["settings"]) for one in task.ours if (row := _goodput_row(one, share))]
-    rows.sort(key=lambda each: (each[0].ratio == "-", each[2].get("max_runs") == 1, bool(each[2].get("rates"))))
-    return rows[0][:2] if rows else None
+    """The newest that tells a ratio, else the tightest bound of one, else the newest without one."""
+    rows = [(row, one) for one in task.ours if (row := _goodput_row(one, share))]
+    return min(rows, key=lambda each: (each[0].ratio == "-", each[0].is_bound / each[0].least), default=None)
 
 
 def _goodput_row(task: Task, share: float) -> Row | None:
@@ -256,8 +260,7 @@ def fleet_rows(simulations: Sequence[Source]) -> Iterator[str]:
     for source in simulations:
         for one in dicts(source.fields.get("systems")) if source.name.startswith("fleet_") else ():
             short = f" (< {LEAST_SECONDS:g} s)" if (source.fields["arrival_seconds"] or 0) < LEAST_SECONDS else ""
-            key = named(source.fields), one["machines"], short
-            rows.setdefault(key, {})[one["gb_per_s"] or 0.0] = one
+            rows.setdefault((named(source.fields), one["machines"], short), {})[one["gb_per_s"] or 0.0] = one
     for (name, machines, mark), systems in sorted(rows.items()):
         shared = systems.pop(0.0)
         rate, texts, shown = shared["goodput_90"], [], simulated_goodput(shared, "goodput_90")
@@ -301,8 +304,8 @@ low. vLLM takes 512 tokens a step (70B also 256), all at once 8,192; other sizes
 prompts with decode. Here `auto` runs; all at once, the best policy. goodput_90 is the highest rate at which 90 % of
 requests meet both targets ("500/15 ms": of TTFT and TPOT), for ≥ 120 s; beside it: p99 TTFT. "Later": newer runs that
 contradict it. Gaps are exponential, or gamma of shape "burstiness". Chats come at 86 to 90 % of their rate. "<": it
-failed there, the ratio is a bound; "≥": no higher rate ran. "Worse here": by over 2 % at the highest load of both (in
-brackets: on time here and there). Cards differ by 6 %. Most files predate the engine.
+failed there, the ratio is a bound (the tightest of all files); "≥": no higher rate ran. "Worse here": by over 2 % at
+the highest load of both (in brackets: on time here and there). Cards differ by 6 %. Most files predate the engine.
 
 ## Headline figures
 

@@ -16,8 +16,7 @@ def random_schema(seed: int) -> Schema:
     schema = _object(rng, depth=3) if rng.random() < 0.7 else _schema(rng, depth=3)
     if rng.random() < 0.3:
         # A list through references: the recursion ends with null.
-        link = {"anyOf": [{"$ref": "#/$defs/node"}, {"type": "null"}]}
-        node = {"value": _scalar(rng), "next": link}
+        node = {"value": _scalar(rng), "next": {"anyOf": [{"$ref": "#/$defs/node"}, {"type": "null"}]}}
         schema = {
             "$defs": {"node": _closed(node), "leaf": _scalar(rng)},
             **_closed({"head": {"$ref": "#/$defs/node"}, "one": {"$ref": "#/$defs/leaf"}, "own": schema}),

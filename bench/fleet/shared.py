@@ -283,8 +283,7 @@ def share(fleet: Fleet, traffic: Traffic) -> Outcome:
         return first_s + tokens * decode_s, end_s, end_s
 
     loads = [r.prompt_tokens * prefill_s + r.output_tokens * decode_s for r in traffic.workload.requests]
-    router = fleet.make_router(fleet.machines, loads)
-    routes = traffic.route(router, estimate, with_outputs=True)
+    routes = traffic.route(fleet.make_router(fleet.machines, loads), estimate, with_outputs=True)
     indices_of = _by_machine(traffic, routes, fleet.machines)
 
     def serve(machine: int) -> tuple[list[int], Simulation] | None:

@@ -155,8 +155,7 @@ def breakdown(times: dict[str, float], work: dict[str, Work], copy_gb_per_s: flo
 
 def profile(run: Callable[[], object]) -> dict[str, float]:
     """Median µs by group over a run's decode steps, by torch's profiler; DeviceError where it saw no whole step."""
-    activity = torch.profiler.ProfilerActivity.CUDA
-    with torch.profiler.profile(activities=[activity], acc_events=True) as profiler:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as profiler:
         run()
         torch.cuda.synchronize()
     launched = [

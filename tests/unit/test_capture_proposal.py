@@ -70,8 +70,7 @@ def seen(usage: capture_proposal.CaptureUsage, key: capture_proposal.GroupKey) -
 
 
 def test_steps_are_told_apart() -> None:
-    lone = replace(decode(1), placement=Placement("decode", least_rows=2))
-    decodes = decode(3), decode(3), decode(5, SPLIT), lone
+    decodes = decode(3), decode(3), decode(5, SPLIT), replace(decode(1), placement=Placement("decode", least_rows=2))
     usage = usage_of(*decodes, forward(60, 4), chunk(512, 8.0, 0, 16), chunk(512, 8.0, 16))
     assert {key: list(sizes) for key, sizes in usage.steps.items()} == {
         None: [3, 2],

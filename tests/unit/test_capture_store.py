@@ -266,8 +266,7 @@ def test_a_store_of_others_is_not_trusted(
         store.require_trusted()
     (store.root / folder).chmod(0o770)
     store.require_trusted()
-    of_another = os.stat_result((0o40700, 0, 0, 1, 12345, 0, 0, 0, 0, 0))
-    monkeypatch.setattr(Path, "stat", lambda _: of_another)
+    monkeypatch.setattr(Path, "stat", lambda _: os.stat_result((0o40700, 0, 0, 1, 12345, 0, 0, 0, 0, 0)))
     with pytest.raises(CacheError, match=r"must belong to this user or root, .* to user 12345: chown"):
         store.require_trusted()
     monkeypatch.setattr(os, "geteuid", lambda: 12345)

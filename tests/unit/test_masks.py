@@ -42,8 +42,7 @@ def layouts(draw: st.DrawFn) -> GpcLayout:
 def test_a_mask_disables_exactly_the_tpcs_it_leaves_out(mask: TpcMask) -> None:
     assert mask.disable_bits >> mask.num_tpcs == 0
     for tpc in range(mask.num_tpcs):
-        usable = {2 * tpc, 2 * tpc + 1} <= mask.sms
-        assert usable == (mask.disable_bits >> tpc & 1 == 0)
+        assert ({2 * tpc, 2 * tpc + 1} <= mask.sms) == (mask.disable_bits >> tpc & 1 == 0)
     assert len(mask.sms) == 2 * mask.bits.bit_count()
 
 

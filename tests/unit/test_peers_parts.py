@@ -259,8 +259,7 @@ def test_given_rates_come_in_rounds_and_runs_of_before_are_not_run_again() -> No
 
 
 def count(stat: Path, *seconds: int) -> None:
-    ticks = " ".join(str(100 * value) for value in seconds)
-    stat.write_text(f"cpu  {ticks} 0 0\ncpu0 1 2 3\n", encoding="ascii")
+    stat.write_text(f"cpu  {' '.join(str(100 * value) for value in seconds)} 0 0\ncpu0 1 2 3\n", encoding="ascii")
 
 
 @pytest.mark.skipif(not psutil.LINUX, reason="of the kernel's counters, which tests can fake")

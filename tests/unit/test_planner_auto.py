@@ -280,8 +280,7 @@ def test_plans_are_consistent(policy: str, load: Load) -> None:
     if load.chunk is not None:
         assert (plan.prefill_lane, plan.chunk_tokens) == ("prefill", 0)
         assert plan.policy in ("split", "solo")
-    left = LAYERS if load.chunk is None else load.chunk.layers_left
-    assert 0 <= plan.slice_layers <= left
+    assert 0 <= plan.slice_layers <= (LAYERS if load.chunk is None else load.chunk.layers_left)
     if plan.prefill_lane == "prefill" and (plan.chunk_tokens or load.chunk) and plan.bound != "tpot":
         assert plan.slice_layers >= 1
     if plan.policy == "split":

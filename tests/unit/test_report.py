@@ -108,7 +108,7 @@ def test_figures_ratios_and_limits(results: Path, tmp_path: Path) -> None:
 
 
 def test_which_runs_are_compared(results: Path, tmp_path: Path) -> None:
-    """Those of one card and clean commit, at whatever rates, beside each peer; the newest that bound a ratio."""
+    """Those of one card and clean commit, at whatever rates, beside each peer; the newest that tell a ratio."""
     write_comparison(results / "own_faster.json", cell(AUTO, run_at(25, 0.91)), date="2026-01-03")
     bursty = cell(AUTO, run_at(5, 1.0)), cell(VLLM_512, run_at(4, 0.5))
     write_comparison(results / "apart.json", *bursty, burstiness=0.25)
@@ -215,6 +215,16 @@ def test_the_highest_bound_of_a_peers_settings_counts(tmp_path: Path) -> None:
     # 512 may serve anything below 30/s.
     assert "20/s (< 30)" in text
     assert "| 0.80 to ≥ 1.20× |" in text
+
+
+def test_the_tightest_bound_counts_and_a_goodput_in_a_wide_gap_is_a_bound(tmp_path: Path) -> None:
+    for day, peer in enumerate((20, 16, 25), 1):
+        cells = cell(AUTO, run_at(25, 0.95)), cell(VLLM_512, run_at(peer, 0.5))
+        write_comparison(tmp_path / f"day_{day}.json", *cells, date=f"2026-01-0{day}", commit=str(day))
+    assert "| ≥ 25/s, 10 ms | < 16/s | > 1.56× | - | `day_2` |" in text_of(tmp_path)
+    wide = cell(AUTO, run_at(40, 0.95)), cell(VLLM_512, run_at(10, 0.95), run_at(20, 0.85, stable=True))
+    write_comparison(tmp_path / "wide.json", *wide)
+    assert "| 15/s (< 20), 10 ms at 10/s | 2.00 to ≥ 2.67× |" in text_of(tmp_path)
 
 
 def test_a_search_of_other_sizes_replaces_the_one_before(tmp_path: Path) -> None:

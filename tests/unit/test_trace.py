@@ -310,8 +310,7 @@ def test_shares_of_time_and_decisions_by_bound(tmp_path: Path) -> None:
     assert summary.num_decisions == 6
     assert summary.num_infeasible == 1
     again = {"type": "repeat", "decision": 2, "count": 3, "time_s": 100.39}
-    cut = request("cut", [5.0], reason="abort", cached_tokens=4)
-    summary = summarize_trace(read_run(tmp_path, again, cut))
+    summary = summarize_trace(read_run(tmp_path, again, request("cut", [5.0], reason="abort", cached_tokens=4)))
     assert (summary.num_infeasible, summary.prompt_tokens, summary.cached_tokens) == (4, 10, 4)
 
 

@@ -308,8 +308,7 @@ def layer(num_experts: int, top_k: int, *, renormalize: bool = True, hidden: int
     generator = torch.Generator(DEVICE).manual_seed(num_experts)
 
     def normal(*shape: int) -> Linear:
-        tensor = torch.randn(*shape, generator=generator, device=DEVICE) * shape[-1] ** -0.5
-        return Linear(tensor.half())
+        return Linear((torch.randn(*shape, generator=generator, device=DEVICE) * shape[-1] ** -0.5).half())
 
     return Experts(
         normal(num_experts, hidden),
