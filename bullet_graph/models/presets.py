@@ -91,8 +91,7 @@ class FoundModel(NamedTuple):
 def resolve_model(model: str, revision: str | None = None) -> FoundModel:
     """Find a model by folder, preset or hub id, in this order; of the hub's files it downloads all but the weights.
 
-    Raises ModelError where there is none, or as :func:`load_model_config`; ConfigError for a ``revision`` of what is no
-    hub id.
+    Raises ModelError where there is none, or as :func:`load_model_config`; ConfigError for a ``revision`` of no hub id.
     """
     folder, is_local = Path(model), Path(model).exists() or model in PRESETS
     if revision is not None and (is_local or not is_hub_id(model)):

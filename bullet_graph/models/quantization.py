@@ -1,8 +1,7 @@
 """How a checkpoint's weights are quantized, from ``quantization_config`` of ``config.json``; needs no torch.
 
 FP8 (E4M3) is read: of ``quant_method`` "fp8" (transformers, vLLM) and of "compressed-tensors". All else is refused by
-name. A checkpoint's scales of activations are not used: activations are quantized when they are computed, which is at
-least as accurate.
+name. A checkpoint's scales of activations are not used: computing those of each token is at least as accurate.
 """
 
 from collections.abc import Collection, Mapping

@@ -28,8 +28,7 @@ class PartitionBackend(Protocol):
     def stream(self, lane: Lane, partition: SmPartition) -> int:
         """The CUstream on which the lane's work for this partition must be captured or launched.
 
-        Valid until the next call for the same lane, which may bind the same stream to other SMs. Captured graphs keep
-        their SMs.
+        Valid until the lane's next call, which may bind the same stream to other SMs. Captured graphs keep theirs.
         """
 
     def expected_sms(self, lane: Lane, partition: SmPartition) -> frozenset[int]:

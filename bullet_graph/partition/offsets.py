@@ -72,8 +72,7 @@ def lookup(driver: DriverId) -> int | None:
 def find(driver: DriverId, path: Path | None = None) -> TrustedOffset | None:
     """The offset proven on this machine for exactly this driver, else the table's, else None.
 
-    Raises PartitionError where ``path``, by default :func:`cache_file`, cannot be read or was not written by
-    :func:`remember`.
+    Raises PartitionError where ``path``, by default :func:`cache_file`, cannot be read or is not :func:`remember`'s.
     """
     proven = remembered(driver, path)
     if proven is not None:

@@ -47,8 +47,7 @@ class PerformanceModel(Protocol):
     """Predicts step times of one model on one GPU; a call costs some microseconds.
 
     ``sms`` is the size of the lane, None for the whole GPU. ``kv_tokens`` are attended to by all decode rows together.
-    ``tokens`` are prompt rows, and ``pairs`` their (query, key) pairs of attention, of all sequences together; see
-    :func:`attention_pairs`.
+    ``tokens`` are prompt rows, and ``pairs`` the :func:`attention_pairs` of all sequences together.
     """
 
     @property

@@ -32,8 +32,7 @@ class Fp8Weights:
     """Projections whose weights are FP8 (E4M3), of all layers alike, and whose products are of FP8.
 
     ``blocks``: a float32 scale for each 128 × 128 block of weights, else for each output channel. ``plain`` are those
-    of :data:`PROJECTIONS` that stay in 16 bits, of experts too. ``is_stored``: the checkpoint has them so; else loading
-    quantizes them.
+    of :data:`PROJECTIONS` that stay in 16 bits, of experts too. ``is_stored``: not quantized while loading.
     """
 
     blocks: bool = False

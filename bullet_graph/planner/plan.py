@@ -18,8 +18,7 @@ class DecodeLoad:
 
     Attributes:
         budget_ms: longest constant interval between tokens that holds every TPOT target that can still be held.
-        slack_ms: longest single wait for the next token after which decode alone on the whole GPU still holds every
-            such target.
+        slack_ms: longest single wait for the next token after which decode alone on the whole GPU still holds them.
         target_ms: the tightest TPOT target among them.
     """
 
@@ -112,8 +111,7 @@ class Plan:
             (``serial``, ``solo``, ``mixed``), ``prefill`` runs them in slices of layers on their own lane
             (``split``, and ``solo`` while a chunk is under way there).
         chunk_tokens: most prompt rows of the next chunk; 0 starts none.
-        decode_ms, slice_ms: predicted device times of the decode lane's next forward and of the next slice; None
-            without a prediction.
+        decode_ms, slice_ms: predicted device times of the decode lane's next forward and of the next slice, if any.
         interval_ms: least time from the decode lane's last launch to this one, to save energy; 0 for none.
         least_rows: rows to which decode rows alone are padded, to save energy.
         options: those weighed, or the only one that the policy allows; empty for one phase, or without a table.

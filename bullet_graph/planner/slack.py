@@ -73,8 +73,7 @@ def have_room(
     """Which prompts, in serving order, may run: a sequence more must not cost all others their TPOT targets.
 
     There is room while a decode step alone takes at most ``room_share`` of the tightest target that can be held.
-    Prompts that have started, are resumed, or have reached their last deadline run in any case. ``solo_ms`` is as that
-    of :func:`decode_load`.
+    Prompts that have started, are resumed or past their last deadline always run. ``solo_ms``: :func:`decode_load`'s.
     """
     if not prompts or decode.target_ms == math.inf:
         return [True] * len(prompts)
@@ -93,8 +92,7 @@ def have_room(
 class Ranking(NamedTuple):
     """Indices of prompts, each group in the order to serve it.
 
-    The ``late`` go ahead of the ``kept`` for ``late_share`` of the time, otherwise behind them. Resumed prompts go
-    ahead of both.
+    The ``late`` go ahead of the ``kept`` for ``late_share`` of the time, else behind. Resumed prompts precede both.
     """
 
     resumed: list[int]

@@ -14,8 +14,7 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]
     """Sends a request to the replica that holds most of its prompt, as long as that one is not too busy.
 
     A choice counts at once: a replica accepts a request only later, and requests with one prompt may come together.
-    The third argument of a request are its :func:`~bullet_graph.serve.forward.prompt_keys`. ``slack`` is set by
-    ``request_router_kwargs``.
+    A request's third argument is its ``forward.prompt_keys``; ``request_router_kwargs`` has ``slack``.
     """
 
     queue_len_response_deadline_s = 1.0  # after Ray's 0.1 s, a busy replica would lose its prompts to another

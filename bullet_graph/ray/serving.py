@@ -108,8 +108,7 @@ def deployment(
         model: a folder, a hub id or a preset.
         min_replicas, max_replicas: replicas of one engine each; without ``max_replicas`` their number is fixed.
         num_fronts: processes that take requests; each learns by itself which replica holds which prefix.
-        target_queue_len, target_ttft_ms: waiting sequences per replica, and predicted TTFT: more than that asks for
-            more replicas.
+        target_queue_len, target_ttft_ms: waiting sequences per replica, and predicted TTFT; above, replicas are added.
         upscale_delay_s, downscale_delay_s: for how long, before the number changes.
         max_surge_percent: more replicas while a rolling restart runs; 0 stops one before another starts.
         slack: requests by which a replica that holds a prompt may be ahead of the one with the fewest.

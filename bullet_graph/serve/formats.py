@@ -39,8 +39,7 @@ class AnswerFormat(ABC):
     ``texts`` gives the texts of single tokens; ``adding`` makes a function for a choice: the text that each
     of its tokens adds, by default the token's own. ``with_token_ids`` also writes the ids of prompts and outputs.
     ``request_id`` is the end of the answer's id. ``echo`` are the prompts' texts, to be written before the outputs';
-    ``num_logprobs`` and ``num_prompt_logprobs`` are the alternatives that were asked for. ``more`` are further fields
-    of an event: its usage, or none.
+    ``num_logprobs`` and ``num_prompt_logprobs`` are the alternatives asked for, ``more`` an event's usage, if any.
     """
 
     id_prefix: ClassVar[str]

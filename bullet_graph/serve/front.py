@@ -1,7 +1,6 @@
 """Several engines on one host behind one port: each request goes to the one that holds most of its prompt.
 
-An engine's server runs in a process of its own and listens on a Unix socket. An engine that dies or answers no more
-gets no requests; the others go on.
+Each engine's server is a process that listens on a Unix socket. One that dies or hangs gets no requests; others go on.
 """
 
 import asyncio

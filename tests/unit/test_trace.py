@@ -362,8 +362,7 @@ def test_why_the_first_token_was_late(tmp_path: Path) -> None:
 
 
 def test_why_tokens_were_slow(tmp_path: Path) -> None:
-    # Gaps of 50, 100, 200 and 20 ms. The first and the last held the target; in the others there were 50 ms of
-    # solo and 50 of nothing, then 200 of split.
+    # Gaps of 50, 100 (50 of solo, 50 of nothing), 200 (of split) and 20 ms. The first and the last held the target.
     slow = request("slow", [0.0, 50.0, 150.0, 350.0, 370.0], tpot_limit_ms=60.0)
     # This one waited for no launch.
     idle = request("idle", [100.0, 150.0], tpot_limit_ms=10.0)
