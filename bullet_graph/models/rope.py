@@ -51,10 +51,13 @@ class Rope:
 def read_rope(config: JsonObject, head_dim: int, *, can_be_partial: bool) -> tuple[Rope, int]:
     """RoPE of all layers, and the number of a head's dimensions that it rotates.
 
-    It is in ``rope_parameters`` (transformers 5), ``rope_scaling`` (4) or the config itself.
+    It is in ``rope_scaling`` (transformers 4, and added by hand as model cards say), ``rope_parameters`` (5) or the
+    config itself. The first goes before the second, but for what it leaves out of the unscaled RoPE.
     """
-    key = next((key for key in ("rope_parameters", "rope_scaling") if config.get(key) is not None), None)
-    rope = JsonObject(config.path, {}) if key is None else config.nested(key)
+    given = [config.nested(key) for key in ("rope_scaling", "rope_parameters") if config.get(key) not in (None, {})]
+    rope = given[0] if given else JsonObject(config.path, {})
+    unscaled = [key for key in ("rope_theta", "partial_rotary_factor") if given and config.get(key) is None]
+    rope = rope.with_defaults(**{key: given[-1].get(key) for key in unscaled})
     source = config if rope.get("partial_rotary_factor") is None else rope
     rotary_dim = int(head_dim * source.read("partial_rotary_factor", float, default=1.0))
     if rotary_dim != head_dim and not can_be_partial:

@@ -123,6 +123,7 @@ def test_transformers_5_layout_reads_the_same(tmp_path: Path) -> None:
 WINDOW = {"use_sliding_window": True, "sliding_window": 99, "max_window_layers": 20}
 MIXED = ["sliding_attention", "full_attention"]
 UNSCALED = {"rope": Rope(500000.0)}
+BASE = {"rope_type": "default", "rope_theta": 500000.0}
 
 
 @pytest.mark.parametrize(
@@ -133,6 +134,7 @@ UNSCALED = {"rope": Rope(500000.0)}
         (LLAMA, {"rope_scaling": None, "partial_rotary_factor": 1.0}, UNSCALED),
         (LLAMA, {"rope_scaling": ABSENT, "rope_theta": ABSENT}, {"rope": Rope(10000.0)}),
         (LLAMA, {"rope_scaling": ABSENT, "rope_theta": 3580165449}, {"rope": Rope(3580165449.0)}),
+        (LLAMA, {"rope_theta": ABSENT, "rope_parameters": BASE}, {"rope": PRESETS["llama-3.1-8b"].rope}),
         *(
             (LLAMA, {"rope_scaling": ABSENT, "rope_parameters": rope}, {"rope": Rope(7e4)})
             for rope in ({"rope_type": "default", "rope_theta": 7e4}, {"rope_theta": 7e4})
@@ -204,39 +206,28 @@ WRONG: dict[str, tuple[Any, ...]] = {
 
 REFUSED: list[tuple[dict[str, Any], str, Any, type[ModelError]]] = [
     *((LLAMA, key, value, ModelError) for key, values in WRONG.items() for value in values),
-    (LLAMA, "architectures", ["GPT2LMHeadModel"], UnsupportedModelError),
-    (LLAMA, "architectures", ["DeepseekV3ForCausalLM"], UnsupportedModelError),
+    *((LLAMA, "architectures", [name], UnsupportedModelError) for name in ("GPT2LMHeadModel", "DeepseekV3ForCausalLM")),
     (LLAMA, "hidden_act", "gelu", UnsupportedModelError),
     *((LLAMA, f"{kind}_logit_softcapping", 30.0, UnsupportedModelError) for kind in ("attn", "final")),
-    (LLAMA, "use_bidirectional_attention", True, UnsupportedModelError),
-    (LLAMA, "mlp_bias", True, UnsupportedModelError),
-    (LLAMA, "attention_bias", True, UnsupportedModelError),
-    (QWEN3, "attention_bias", True, UnsupportedModelError),
+    *((base, "use_bidirectional_attention", True, UnsupportedModelError) for base in (LLAMA, GEMMA)),
+    *((base, "mlp_bias", True, UnsupportedModelError) for base in (LLAMA, GRANITE)),
+    *((base, "attention_bias", True, UnsupportedModelError) for base in (LLAMA, QWEN3, GEMMA, SMOLLM, OLMO, GRANITE)),
     (LLAMA, "use_sliding_window", True, UnsupportedModelError),
-    (LLAMA, "layer_types", ["full_attention", "sliding_attention"], UnsupportedModelError),
-    (QWEN3, "layer_types", ["full_attention", "sliding_attention"], UnsupportedModelError),
+    *((base, "layer_types", MIXED[::-1], UnsupportedModelError) for base in (LLAMA, QWEN3)),
     (QWEN3, "layer_types", "full_attention", UnsupportedModelError),
-    (MISTRAL, "sliding_window", 0, ModelError),
-    (MISTRAL, "sliding_window", "4096", ModelError),
+    *((MISTRAL, "sliding_window", window, ModelError) for window in (0, "4096")),
     (LLAMA, "compression_config", {}, UnsupportedModelError),
     (LLAMA, "partial_rotary_factor", 0.5, UnsupportedModelError),
-    (LLAMA, "torch_dtype", "float8_e4m3fn", UnsupportedModelError),
-    (LLAMA, "torch_dtype", 16, UnsupportedModelError),
+    *((LLAMA, "torch_dtype", dtype, UnsupportedModelError) for dtype in ("float8_e4m3fn", 16)),
     (GEMMA, "attn_logit_softcapping", 50.0, UnsupportedModelError),
     (GEMMA, "hidden_activation", "gelu", UnsupportedModelError),
-    (GEMMA, "layer_types", ["sliding_attention"], UnsupportedModelError),
-    (GEMMA, "layer_types", ["chunked_attention"] * 12, UnsupportedModelError),
-    (GEMMA, "use_bidirectional_attention", True, UnsupportedModelError),
+    *((GEMMA, "layer_types", kinds, UnsupportedModelError) for kinds in (MIXED[:1], ["chunked_attention"] * 12)),
     (GEMMA, "query_pre_attn_scalar", 0, ModelError),
-    (PHI, "partial_rotary_factor", 1.5, ModelError),
-    (PHI, "partial_rotary_factor", 0.002, ModelError),
+    *((PHI, "partial_rotary_factor", factor, ModelError) for factor in (1.5, 0.002)),
     (PHI, "sliding_window", -1, ModelError),
-    (SMOLLM, "no_rope_layers", [1, 0], ModelError),
-    (SMOLLM, "no_rope_layers", [2] * 12, ModelError),
+    *((SMOLLM, "no_rope_layers", layers, ModelError) for layers in ([1, 0], [2] * 12)),
     (SMOLLM, "use_sliding_window", True, UnsupportedModelError),
     (GRANITE, "logits_scaling", 0, ModelError),
-    *((base, "attention_bias", True, UnsupportedModelError) for base in (GEMMA, SMOLLM, OLMO, GRANITE)),
-    (GRANITE, "mlp_bias", True, UnsupportedModelError),
     (QWEN | {"use_sliding_window": True}, "max_window_layers", -1, ModelError),
     (QWEN3_MOE, "mlp_only_layers", [3], UnsupportedModelError),
     (QWEN2_MOE, "decoder_sparse_step", 2, UnsupportedModelError),
@@ -268,12 +259,10 @@ def test_refused_key(tmp_path: Path, base: dict[str, Any], key: str, value: Any,
         ({"full_attention": {"rope_type": "default"}}, "rope_type", UnsupportedModelError),
         (scaling(partial_rotary_factor=0.25), "partial_rotary_factor", UnsupportedModelError),
         (scaling(factor=ABSENT), "factor", ModelError),
-        (scaling(low_freq_factor=0), "low_freq_factor", ModelError),
-        (scaling(low_freq_factor=4.0), "low_freq_factor", ModelError),
+        *((scaling(low_freq_factor=low), "low_freq_factor", ModelError) for low in (0, 4.0)),
         (scaling(high_freq_factor="4"), "high_freq_factor", ModelError),
         (scaling(original_max_position_embeddings=0), "original_max_position_embeddings", ModelError),
-        ({"rope_type": "linear"}, "factor", ModelError),
-        ({"rope_type": "dynamic"}, "factor", ModelError),
+        *(({"rope_type": kind}, "factor", ModelError) for kind in ("linear", "dynamic")),
         ({"rope_type": "yarn", "factor": 4.0, "truncate": 1}, "truncate", ModelError),
         (
             {"rope_type": "yarn", "factor": 1e-308, "beta_fast": 1e308, "beta_slow": 1e-308, "attention_factor": 0},
@@ -304,9 +293,7 @@ def test_bad_head_dim(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "problem"),
     [
-        (b"{", "is not valid JSON"),
-        (b"", "is not valid JSON"),
-        (b"\xff\xfe\xfd", "is not valid JSON"),
+        *((content, "is not valid JSON") for content in (b"{", b"", b"\xff\xfe\xfd")),
         (b"[1]", "must hold a JSON object; found list"),
         (b'{"eos_token_id": "</s>", "architectures": "</s>"}', "must be .*; found '</s>'"),
     ],
@@ -364,6 +351,8 @@ def test_resolve_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 PUBLISHED = {
     "gemma": GEMMA,
     "gemma, scaled": GEMMA | {"rope_scaling": {"factor": 8.0, "rope_type": "linear"}},
+    "gemma, scaled beside newer keys": GEMMA
+    | {"rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "rope_parameters": {"full_attention": BASE}},
     "gemma, by defaults": {
         key: value for key, value in GEMMA.items() if not {"rope", "attn", "window"} & set(key.split("_"))
     },
@@ -379,6 +368,7 @@ PUBLISHED = {
     "qwen with yarn and all keys": QWEN
     | {"rope_scaling": YARN | {"attention_factor": 1.1, "beta_fast": 16, "beta_slow": 2, "truncate": False}},
     "qwen, dynamic": QWEN | {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
+    "qwen with yarn beside newer keys": QWEN | {"rope_scaling": YARN, "rope_parameters": BASE},
     "qwen, linear": QWEN | {"rope_scaling": {"type": "linear", "factor": 2.0}},
     "mixtral": MIXTRAL,
     "mixtral with a window": MIXTRAL | {"sliding_window": 64},

@@ -34,13 +34,12 @@ def read_gemma3(config: JsonObject) -> ModelConfig:
 
 
 def _ropes(config: JsonObject, head_dim: int) -> list[Rope]:
-    """RoPE of layers without and with a window: nested in transformers 5; before, ``rope_scaling`` was the first's."""
-    config = config.with_defaults(
-        rope_parameters={"full_attention": config.get("rope_scaling")}, rope_theta=1e6, rope_local_base_freq=1e4
-    )
-    ropes = []
+    """RoPE of layers without and with a window: nested in transformers 5; ``rope_scaling`` is of the first."""
+    config = config.with_defaults(rope_parameters={}, rope_scaling={}, rope_theta=1e6, rope_local_base_freq=1e4)
+    ropes, scaling = [], config.nested("rope_scaling").values
     for kind, theta in (("full_attention", "rope_theta"), ("sliding_attention", "rope_local_base_freq")):
-        rope = config.nested("rope_parameters").with_defaults(**{kind: {}}).nested(kind)
+        rope = config.nested("rope_parameters").with_defaults(**{kind: {}}).nested(kind).with_values(**scaling)
         rope = rope.with_defaults(rope_theta=config.read(theta, float))
         ropes.append(read_rope_entry(config, rope, head_dim))
+        scaling = {}
     return ropes
