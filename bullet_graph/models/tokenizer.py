@@ -25,8 +25,7 @@ from bullet_graph.errors import ModelError, PromptError
 from bullet_graph.models.json_files import JsonObject, read_json_object, read_model_file
 
 _LONG_TEXT = 4096
-"""Characters that take about 1 ms to encode. Longer texts are encoded as a batch, during which the library releases
-the interpreter's lock."""
+"""Characters that take about 1 ms to encode. Encoding longer texts, as a batch, releases the interpreter's lock."""
 
 MAX_TEMPLATE_S = 5.0
 """Longest time to render a conversation; published templates take milliseconds."""
@@ -148,8 +147,12 @@ class Tokenizer:
         config_path = folder / "tokenizer_config.json"
         config = read_json_object(config_path) if config_path.exists() else JsonObject(config_path, {})
         templates, special_tokens = _read_chat_templates(folder, config), _special_tokens(folder, config)
-        # As in transformers, they are special though tokenizer.json may have them as plain words.
-        added = {token.content: token for token in tokenizer.get_added_tokens_decoder().values()}
+        # As in transformers: tokenizer.json may lack some of these, or have special ones as plain words.
+        listed, added = _added_tokens(config), {t.content: t for t in tokenizer.get_added_tokens_decoder().values()}
+        for token in listed:
+            token.special |= token.content in added and added[token.content].special
+        tokenizer.add_tokens([token for token in listed if repr(token) != repr(added.get(token.content))])
+        added |= {token.content: token for token in listed}
         for text in special_tokens.values():
             token = added.get(text, tokenizers.AddedToken(text, normalized=False))
             if not token.special and tokenizer.token_to_id(text) is not None:
@@ -219,8 +222,7 @@ class Tokenizer:
         ``tools`` are those that the model may call, in OpenAI's form; arguments of calls in messages are objects.
         ``add_generation_prompt`` ends it with what opens an answer of the assistant. ``template_kwargs`` are variables
         of this template, such as ``{"enable_thinking": False}``; one that it does not use has no effect. Raises
-        PromptError for the name of another variable; ModelError where the model has no template, or it is broken or
-        refuses the messages.
+        PromptError for the name of another variable; ModelError for a missing or broken template, or one that refuses.
         """
         if self.chat_template is None:
             raise ModelError(
@@ -372,6 +374,15 @@ def _special_tokens(folder: Path, config: JsonObject) -> dict[str, str]:
         elif content is not None:
             source.fail(name, "a string of valid Unicode, or an object with such a content")
     return tokens
+
+
+def _added_tokens(config: JsonObject) -> list[tokenizers.AddedToken]:
+    """Those of tokenizer_config.json, by id."""
+    entries = config.with_defaults(added_tokens_decoder={}).nested("added_tokens_decoder").values
+    try:
+        return [tokenizers.AddedToken(**entries[key]) for key in sorted(entries, key=int)]
+    except (TypeError, ValueError):
+        config.fail("added_tokens_decoder", "an object of tokens' texts and options by id")
 
 
 def byte_tokenizer(vocab_size: int) -> Tokenizer:

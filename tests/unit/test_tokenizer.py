@@ -93,6 +93,7 @@ NOT_USABLE = r"tokenizer\.json is not a usable tokenizer"
         ("tokenizer_config.json", b'{"bos_token": 7}', r"tokenizer_config\.json: bos_token must be"),
         ("tokenizer_config.json", b'{"pad_token": "a\\ud800"}', r"tokenizer_config\.json: pad_token must be"),
         ("tokenizer_config.json", b'{"eos_token": {"content": 7}}', r"tokenizer_config\.json: eos_token must be"),
+        ("tokenizer_config.json", b'{"added_tokens_decoder": {"1": 7}}', r"json: added_tokens_decoder must be"),
     ],
 )
 def test_broken_file(tmp_path: Path, name: str, content: bytes, problem: str) -> None:
@@ -202,8 +203,7 @@ def test_chat_template_equals_that_of_transformers(folder: Path, tokenizer: Toke
     assert tokenizer.apply_chat_template(MESSAGES).endswith("[assistant] ")
 
 
-# What published templates rely on: options of the environment, tojson without HTML escapes, None for tools,
-# loop controls, namespaces, the date.
+# Options of the environment, tojson without HTML escapes, None for tools, loop controls, namespaces, the date.
 PUBLISHED_IDIOMS = """
 {%- if tools is not none %}tools{% endif %}
 {%- if documents is not none %}documents{% endif %}
@@ -264,11 +264,18 @@ def test_special_tokens_of_older_folders(tmp_path: Path) -> None:
     assert read(tmp_path).apply_chat_template(MESSAGES) == "<new><end><s>"
 
 
-def test_special_tokens_may_be_words_of_the_vocabulary(tmp_path: Path) -> None:
-    write_config(tmp_path, eos_token="qu")
-    reference, ids = PreTrainedTokenizerFast.from_pretrained(tmp_path), read(tmp_path).encode("a quick one")
-    assert ids == reference.encode("a quick one")
-    assert streamed(read(tmp_path), ids) == reference.decode(ids, skip_special_tokens=True) == "a ick one"
+ADDED = {"301": {"content": "<y>"}, "300": {"content": "<x>", "special": True}, "0": {"content": BOS_TOKEN}}
+
+
+@pytest.mark.parametrize(
+    ("config", "text", "shown"),
+    [({"eos_token": "qu"}, "a quick one", "a ick one"), ({"added_tokens_decoder": ADDED}, "a<x> b<y>", "a b<y>")],
+)
+def test_special_tokens_of_the_config_alone(tmp_path: Path, config: dict[str, Any], text: str, shown: str) -> None:
+    write_config(tmp_path, **config)
+    reference, ids = PreTrainedTokenizerFast.from_pretrained(tmp_path), read(tmp_path).encode(text)
+    assert ids == reference.encode(text)
+    assert streamed(read(tmp_path), ids) == reference.decode(ids, skip_special_tokens=True) == shown
 
 
 def test_no_chat_template(tmp_path: Path) -> None:
