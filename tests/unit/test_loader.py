@@ -141,15 +141,20 @@ def test_presets_have_the_published_number_of_parameters(name: str, expected: in
     assert PRESETS[name].num_parameters == expected
 
 
-def test_tied_embeddings_are_one_tensor_whatever_else_is_stored(make: Make) -> None:
+def test_tied_embeddings_are_one_tensor_or_refused(make: Make) -> None:
     folder = make(tie=True)
     before = read_weights(folder)
     assert before.lm_head is before.embed
     assert HEAD not in load_file(folder / FILE)
-    edited(folder, add={HEAD: torch.zeros(320, 64), ("model.layers.0.self_attn.rotary_emb.inv_freq"): torch.zeros(8)})
+    edited(folder, add={HEAD: before.embed, ("model.layers.0.self_attn.rotary_emb.inv_freq"): torch.zeros(8)})
     after = read_weights(folder)
     assert after.lm_head is after.embed
     assert_equal(before, after)
+    edited(folder, add={HEAD: torch.zeros(320, 64)})
+    with pytest.raises(CheckpointError, match=rf"{HEAD} must equal .* set tie_word_embeddings there to false"):
+        read_weights(folder)
+    change_config(folder, tie_word_embeddings=False)
+    assert not read_weights(folder).lm_head.any()
 
 
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float16])
