@@ -11,6 +11,9 @@ from bullet_graph.errors import SamplingParamsError
 MAX_LOGPROBS = 20
 """Most alternatives a request may ask for at each position."""
 
+MAX_SAMPLES = 16_384
+"""Most outputs of a prompt, as in vLLM: each takes memory before it runs."""
+
 MAX_MASKED_TOKEN_IDS = 16
 """Most token ids that ``min_tokens`` can keep from being sampled: the room of a device slot."""
 
@@ -94,8 +97,7 @@ class SamplingParams:
 
     Attributes:
         max_tokens: most tokens to generate; 0 computes the prompt alone, for its log-probabilities.
-        temperature: 0 (or less than 1e-5) picks the most probable token; more, up to 1e6, divides the
-            logits before sampling.
+        temperature: 0 (or less than 1e-5) picks the most probable token; more, up to 1e6, divides the logits.
         top_p: keep the smallest set of tokens whose probability mass reaches ``top_p``, in (0, 1].
         top_k: keep the ``top_k`` most probable tokens; -1 or 0 keeps all.
         min_p: drop tokens less probable than ``min_p`` times the most probable one, in [0, 1].
@@ -112,7 +114,7 @@ class SamplingParams:
         logit_bias: token id → number in [-100, 100], added to its logit before the penalties; kept as pairs.
         bad_words: texts that are not generated: the last token of each is banned wherever the others precede it.
         prompt_logprobs: None, or how many alternatives (0 to 20) to report beside each token of the prompt.
-        n: how many outputs to sample for the prompt; output i uses ``seed + i``.
+        n: how many outputs to sample for the prompt, at most 16,384; output i uses ``seed + i``.
         structured_outputs: what each output has to be; None leaves it free.
         cache_salt: only requests with the same salt share prefixes in the KV cache; None is one such group.
     """
@@ -168,7 +170,7 @@ class SamplingParams:
             ("prompt_logprobs", _is_int(self.prompt_logprobs, 0, MAX_LOGPROBS, or_none=True), counts),
             ("skip_special_tokens", isinstance(self.skip_special_tokens, bool), "true or false"),
             ("ignore_eos", isinstance(self.ignore_eos, bool), "true or false"),
-            ("n", _is_int(self.n, 1), "an integer ≥ 1"),
+            ("n", _is_int(self.n, 1, MAX_SAMPLES), f"an integer from 1 to {MAX_SAMPLES}"),
             ("repetition_penalty", _is_real(self.repetition_penalty, 1e-3, 1e3), "in [0.001, 1000]"),
             ("frequency_penalty", _is_real(self.frequency_penalty, -2, 2), "in [-2, 2]"),
             ("presence_penalty", _is_real(self.presence_penalty, -2, 2), "in [-2, 2]"),

@@ -140,7 +140,8 @@ class _Request(_Strict):
     def _leave_out_what_asks_for_nothing(cls, data: Any) -> Any:
         if not isinstance(data, dict) or len(data) > _MOST_FIELDS:
             return data
-        for name, neutral in cls.neutral.items():
+        # The best n of n are all of them.
+        for name, neutral in {**cls.neutral, "best_of": (1, data.get("n"))}.items():
             is_bool = isinstance(value := data.get(name), bool)  # JSON's true equals Python's 1
             if value is not None and not any(value == v and isinstance(v, bool) == is_bool for v in neutral):
                 instead = "".join(f", or give {json.dumps(v)}" for v in neutral[:1])

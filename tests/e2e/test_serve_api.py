@@ -277,7 +277,7 @@ def test_metrics_have_vllms_names_and_count(served: Served) -> None:
 
 
 def test_the_latency_of_several_samples_is_that_of_the_last_to_end(served: Served) -> None:
-    two = {"prompt": [1], "n": 2, "seed": 3, "return_token_ids": True}
+    two = {"prompt": [1], "n": 2, "best_of": 2, "seed": 3, "return_token_ids": True}
     (stop, *_), _ = (choice["token_ids"] for choice in served.complete(**two, max_tokens=1)["choices"])
     before = served.metrics()
     choices = served.complete(**two, max_tokens=20, stop_token_ids=[stop])["choices"]

@@ -91,7 +91,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"max_token": 5}, "`max_token` is no field of this request: leave it out, or correct its name"),
     ({"max-tokens": 5}, "`max-tokens` is no field of this request"),
     ({"suffix": "x"}, '`suffix` is not supported by this server: leave it out, or give ""'),
-    ({"best_of": True}, "`best_of` is not supported"),
+    *(({"best_of": best, "n": 2}, "`best_of` is not supported") for best in (True, 3)),
     ({"frequency_penalty": 2.5}, "`frequency_penalty`: input should be less than or equal to 2"),
     ({"logit_bias": {"5": 101}}, "`logit_bias.5`: input should be less than or equal to 100"),
     ({"logit_bias": {"sea": 1}}, "`logit_bias.sea"),

@@ -27,7 +27,7 @@ GOOD = [
     ("logit_bias", ({}, {5: 1, 0: -100.0}, ((3, 0.5),), dict.fromkeys(range(1023), 1))),
     ("cache_salt", (None, "a")),
     ("bad_words", ((), ["a", "bc"])),
-    ("n", (1, 3)),
+    ("n", (1, 3, 16384)),
 ]
 
 BAD = [
@@ -50,7 +50,7 @@ BAD = [
     ("logit_bias", (((5, 1), (5, 2)),)),
     ("cache_salt", ("", 1)),
     ("bad_words", ("", "abc", [""], [1], None)),
-    ("n", (0, -1, 1.5, None, True)),
+    ("n", (0, -1, 16385, 1.5, None, True)),
 ]
 
 
