@@ -74,8 +74,7 @@ class SimulationSettings:
 class SimulatedEngine(EngineCore):
     """The engine's loop in virtual time, without weights, tokenizer or text.
 
-    ``model`` gives the time of each step, and the planner's predictions. Raises ConfigError where it lacks a size of
-    the decode lane that is needed.
+    ``model`` gives steps' times and the planner's predictions. Raises ConfigError where it lacks a size of the lane.
     """
 
     def __init__(

@@ -128,11 +128,12 @@ class Tokenizer:
         """
         path = folder / "tokenizer.json"
         if not path.exists():
-            if (folder / "tokenizer.model").exists():
+            others = [name for name in ("tokenizer.model", "tekken.json", "vocab.json") if (folder / name).exists()]
+            if others:
                 raise ModelError(
-                    f"{folder} holds tokenizer.model without tokenizer.json, and only the latter is read: write it "
-                    "with AutoTokenizer.from_pretrained(folder).save_pretrained(folder); or remove "
-                    "tokenizer.model, to use token ids alone"
+                    f"{folder} holds {others[0]} without tokenizer.json, and only the latter is read: write it with "
+                    "AutoTokenizer.from_pretrained(folder).save_pretrained(folder); or remove "
+                    f"{others[0]}, to use token ids alone"
                 )
             return None
         content = read_model_file(path)

@@ -103,9 +103,10 @@ def test_broken_file(tmp_path: Path, name: str, content: bytes, problem: str) ->
         Tokenizer.from_folder(tmp_path)
 
 
-def test_a_file_of_sentencepiece_alone(tmp_path: Path) -> None:
-    (tmp_path / "tokenizer.model").touch()
-    with pytest.raises(ModelError, match=r"holds tokenizer\.model without tokenizer\.json.* AutoTokenizer"):
+@pytest.mark.parametrize("name", ["tokenizer.model", "tekken.json", "vocab.json"])
+def test_a_file_of_another_kind_alone(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).touch()
+    with pytest.raises(ModelError, match=rf"holds {name} without tokenizer\.json.* AutoTokenizer.* or remove {name}"):
         Tokenizer.from_folder(tmp_path)
 
 

@@ -69,8 +69,7 @@ def check(
 ) -> None:
     """Compare both ways to add up with the reference; ``twice``: and each with a second run.
 
-    Blocks are scattered. Those that no row owns, and tokens before the window, hold NaN; ids of blocks before it are
-    those of others.
+    Blocks are scattered. Those that no row owns, and tokens before the window, hold NaN. Blocks before it are others'.
     """
     window = config.windows[LAYER]
     counts = [-(-length // block_tokens) for length in kv_lens]
