@@ -348,7 +348,7 @@ class Engine:
     def set_policy(self, policy: str | Policy, slo: Slo = NO_TARGETS, prompt_order: PromptOrder | None = None) -> None:
         """Change the policy and the targets; the graphs and partitions stay.
 
-        The prefix cache and the counters start anew. The planner's corrections stay, as does a prompt order of None.
+        The counters and the prefix cache start anew, the planner's corrections stay. None leaves the prompt order.
         Raises RequestError while requests are under way, and ConfigError for a policy that needs a performance table,
         partitions or memory for chunks that this engine does not have.
         """

@@ -223,7 +223,7 @@ class Tokenizer:
         ``tools`` are those that the model may call, in OpenAI's form; arguments of calls in messages are objects.
         ``add_generation_prompt`` ends it with what opens an answer of the assistant. ``template_kwargs`` are variables
         of this template, such as ``{"enable_thinking": False}``; one that it does not use has no effect. Raises
-        PromptError for the name of another variable; ModelError for a missing or broken template, or one that refuses.
+        PromptError for another variable's name; ModelError for no template, a broken one, or one that refuses messages.
         """
         if self.chat_template is None:
             raise ModelError(
