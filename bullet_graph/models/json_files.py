@@ -75,7 +75,7 @@ class JsonObject:
         """The object with a value for each of these keys that is missing."""
         return self.with_values(**{key: value for key, value in defaults.items() if self.get(key) is None})
 
-    def with_values(self, **values: object) -> "JsonObject":
+    def with_values(self, /, **values: object) -> "JsonObject":
         """The object with these values, whatever it has for their keys; None: as if the key were missing."""
         return replace(self, values={**self.values, **values})
 

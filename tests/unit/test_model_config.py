@@ -352,7 +352,7 @@ PUBLISHED = {
     "gemma": GEMMA,
     "gemma, scaled": GEMMA | {"rope_scaling": {"factor": 8.0, "rope_type": "linear"}},
     "gemma, scaled beside newer keys": GEMMA
-    | {"rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "rope_parameters": {"full_attention": BASE}},
+    | {"rope_scaling": {"factor": 8.0, "rope_type": "linear", "self": 1}, "rope_parameters": {"full_attention": BASE}},
     "gemma, by defaults": {
         key: value for key, value in GEMMA.items() if not {"rope", "attn", "window"} & set(key.split("_"))
     },
