@@ -16,7 +16,7 @@ CLAIMED = "bullet_graph auto"
 Run: TypeAlias = dict[str, Any]
 
 _NEAR = 1.5
-"""Between rates farther apart than this factor an interpolated goodput is a guess: it may be up to the next rate."""
+"""Between rates farther apart than this factor a goodput is a guess: it may be this engine's lower, a peer's higher."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +99,7 @@ class Searched:
         points = [RateRun.of(run) for run in cell["runs"]]
         goodput, (good, bad) = Goodput.of(points, share), bracket(points, share)
         if good and bad and bad.rate > _NEAR * good.rate:
-            goodput = goodput._replace(below=bad.rate)
+            goodput = Goodput(good.rate if cell["system"].split()[0] == OWN else goodput.rate, bad.rate)
         return cls(cell, goodput, float(settings.get("tolerance") or 0))
 
     @property

@@ -299,13 +299,13 @@ INTRODUCTION = """# Measurements
 Written by `python -m bench.report` from `{folder}`.
 Machine: {device}, driver {driver}, {versions}. Random weights.
 
-Unnamed models are llama-3.1-8b. "Ratio" is this engine over vLLM or the named peer: high is good for goodput, else
-low. vLLM takes 512 tokens a step (70B also 256), all at once 8,192; other sizes served fewer (log). SGLang mixes
-prompts with decode. Here `auto` runs; all at once, the best policy. goodput_90 is the highest rate at which 90 % of
-requests meet both targets ("500/15 ms": of TTFT and TPOT), for ≥ 120 s; beside it: p99 TTFT. "Later": newer runs that
-contradict it. Gaps are exponential, or gamma of shape "burstiness". Chats come at 86 to 90 % of their rate. "<": it
-failed there, the ratio is a bound (the tightest of all files); "≥": no higher rate ran. "Worse here": by over 2 % at
-the highest load of both (in brackets: on time here and there). Cards differ by 6 %. Most files predate the engine.
+Unnamed: llama-3.1-8b. "Ratio" is this engine over vLLM or a named peer: high is good for goodput, else low. vLLM takes
+512 tokens a step (70B also 256), all at once 8,192; other sizes served fewer (log). SGLang mixes prompts with decode.
+Here `auto` runs; all at once, the best policy. goodput_90 is the highest rate at which 90 % of requests meet both
+targets ("500/15 ms": of TTFT and TPOT), for ≥ 120 s; beside it: p99 TTFT. "Later": newer runs that contradict it. Gaps
+are exponential, or gamma of shape "burstiness". Chats come at 86 to 90 % of their rate. "<": it failed there, the ratio
+is a bound (the tightest, if no file has a ratio). "≥": the next rate was unstable, over 1.5 × it or none. "Worse here":
+by over 2 % at both's highest load (on time here, there). Cards differ by 6 %. Most files predate the engine.
 
 ## Headline figures
 

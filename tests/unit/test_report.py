@@ -211,10 +211,8 @@ def test_the_report_of_the_repository_is_up_to_date() -> None:
 def test_the_highest_bound_of_a_peers_settings_counts(tmp_path: Path) -> None:
     peers = cell(VLLM_512, run_at(20, 0.95), run_at(30, 0.5)), cell(VLLM_2048, run_at(10, 0.95), run_at(12, 0.5))
     write_comparison(tmp_path / "peers.json", cell(AUTO, run_at(24, 0.95)), *peers)
-    text = text_of(tmp_path)
     # 512 may serve anything below 30/s.
-    assert "20/s (< 30)" in text
-    assert "| 0.80 to ≥ 1.20× |" in text
+    assert "| 20/s (< 30), 10 ms | 0.80 to ≥ 1.20× |" in text_of(tmp_path)
 
 
 def test_the_tightest_bound_counts_and_a_goodput_in_a_wide_gap_is_a_bound(tmp_path: Path) -> None:
@@ -222,9 +220,10 @@ def test_the_tightest_bound_counts_and_a_goodput_in_a_wide_gap_is_a_bound(tmp_pa
         cells = cell(AUTO, run_at(25, 0.95)), cell(VLLM_512, run_at(peer, 0.5))
         write_comparison(tmp_path / f"day_{day}.json", *cells, date=f"2026-01-0{day}", commit=str(day))
     assert "| ≥ 25/s, 10 ms | < 16/s | > 1.56× | - | `day_2` |" in text_of(tmp_path)
-    wide = cell(AUTO, run_at(40, 0.95)), cell(VLLM_512, run_at(10, 0.95), run_at(20, 0.85, stable=True))
+    gaps = {AUTO: (40, 80), VLLM_512: (10, 20)}
+    wide = [cell(name, run_at(low, 0.95), run_at(high, 0.85, stable=True)) for name, (low, high) in gaps.items()]
     write_comparison(tmp_path / "wide.json", *wide)
-    assert "| 15/s (< 20), 10 ms at 10/s | 2.00 to ≥ 2.67× |" in text_of(tmp_path)
+    assert "| ≥ 40/s, 10 ms | 15/s (< 20), 10 ms at 10/s | 2.00 to ≥ 2.67× |" in text_of(tmp_path)
 
 
 def test_a_search_of_other_sizes_replaces_the_one_before(tmp_path: Path) -> None:
