@@ -33,10 +33,9 @@ _WHITESPACE = r"[ \t\n\r]{1,64}"
 class Matcher:
     """Follows one output; :class:`Grammars` makes them."""
 
-    def __init__(self, matcher: "LLMatcher", threads: "LLExecutor", num_words: int) -> None:
-        self._matcher = matcher
-        self._threads = threads
-        self._num_words = num_words
+    def __init__(self, matcher: "LLMatcher", threads: "LLExecutor", num_words: int, num_filled: int) -> None:
+        self._matcher, self._threads = matcher, threads
+        self._num_words, self._num_filled = num_words, num_filled
 
     def accept(self, token_id: int) -> bool:
         """Go on by a token; False if it is not allowed, or a limit was reached. Nothing is accepted after that."""
@@ -53,7 +52,7 @@ class Matcher:
         return self._matcher.get_error().removesuffix("<non-verbose/>").strip()
 
     def copy(self) -> "Matcher":
-        return Matcher(self._matcher.deep_copy(), self._threads, self._num_words)
+        return Matcher(self._matcher.deep_copy(), self._threads, self._num_words, self._num_filled)
 
     @staticmethod
     def bitmasks(matchers: Sequence["Matcher"]) -> Int32Array:
@@ -64,9 +63,9 @@ class Matcher:
         from llguidance.numpy import fill_next_token_bitmask_par  # noqa: PLC0415 - as in Grammars
 
         first = matchers[0]
-        words: Int32Array = np.empty((len(matchers), first._num_words), dtype=np.int32)
+        words: Int32Array = np.empty((len(matchers), first._num_filled), dtype=np.int32)
         fill_next_token_bitmask_par(first._threads, [(m._matcher, i) for i, m in enumerate(matchers)], words)
-        return words
+        return words[:, : first._num_words]
 
 
 class Grammars:
@@ -97,7 +96,9 @@ class Grammars:
         ends: Any = sorted(self._model.eos_token_ids) or self._tokenizer.eos_token_id
         if ends is None:
             raise ValueError("neither config.json nor tokenizer_config.json names an end-of-sequence token")
-        return LLTokenizer(self._tokenizer.to_json(), n_vocab=self._model.vocab_size, eos_token=ends), LLExecutor()
+        # llguidance takes no fewer ids than the tokenizer's, though the model's may end before them.
+        num_ids = max(self._model.vocab_size, self._tokenizer.num_ids)
+        return LLTokenizer(self._tokenizer.to_json(), n_vocab=num_ids, eos_token=ends), LLExecutor()
 
     def _compile(self, structured: StructuredOutputs) -> Matcher | str:
         """A matcher at the beginning, or what is wrong."""
@@ -115,7 +116,7 @@ class Grammars:
             compiled = LLMatcher(tokenizer, _grammar(structured), log_level=0, limits=limits)
         except ValueError as error:
             return _unsupported(structured, str(error))
-        matcher = Matcher(compiled, threads, -(-self._model.vocab_size // 32))
+        matcher = Matcher(compiled, threads, *(-(-num // 32) for num in (self._model.vocab_size, tokenizer.vocab_size)))
         if not matcher.error:
             # Some limits are found only here.
             Matcher.bitmasks([matcher])

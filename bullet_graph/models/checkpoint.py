@@ -78,8 +78,7 @@ class Checkpoint:
         """Copy the tensors into ``weights``, converting their types, and yield the bytes of each piece.
 
         Copies to a GPU go through pinned buffers on the current stream, and may be under way after the last piece.
-        Raises CheckpointError for a file that was whole when it was opened and cannot be read any more, and for tied
-        embeddings beside another ``lm_head``.
+        Raises CheckpointError for a file that cannot be read any more, and for tied embeddings beside another head.
         """
         self._check_tied()
         views = dict(layout.checkpoint_views(self.config, weights))

@@ -103,7 +103,7 @@ class Tokenizer:
     """A model's tokenizer and ``chat_template``, which is Jinja source or None.
 
     ``tool_template`` takes its place where the model is offered tools; None: there is no other. Both may refer to
-    ``special_tokens``, such as ``{"bos_token": "<s>"}``.
+    ``special_tokens``, such as ``{"bos_token": "<s>"}``. ``num_ids`` have a token: a model may have more, or fewer.
     """
 
     def __init__(
@@ -118,6 +118,7 @@ class Tokenizer:
         self.chat_template = chat_template
         self.tool_template = tool_template or chat_template
         self._special_tokens = dict(special_tokens or {})
+        self.num_ids = tokenizer.get_vocab_size()
         self._special_ids = frozenset(i for i, one in tokenizer.get_added_tokens_decoder().items() if one.special)
 
     @classmethod
@@ -128,12 +129,11 @@ class Tokenizer:
         """
         path = folder / "tokenizer.json"
         if not path.exists():
-            others = [name for name in ("tokenizer.model", "tekken.json", "vocab.json") if (folder / name).exists()]
-            if others:
+            if found := [name for name in ("tokenizer.model", "tekken.json", "vocab.json") if (folder / name).exists()]:
                 raise ModelError(
-                    f"{folder} holds {others[0]} without tokenizer.json, and only the latter is read: write it with "
+                    f"{folder} holds {found[0]} without tokenizer.json, and only the latter is read: write it with "
                     "AutoTokenizer.from_pretrained(folder).save_pretrained(folder); or remove "
-                    f"{others[0]}, to use token ids alone"
+                    f"{found[0]}, to use token ids alone"
                 )
             return None
         content = read_model_file(path)
