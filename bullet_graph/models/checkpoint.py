@@ -80,7 +80,7 @@ class Checkpoint:
         Copies to a GPU go through pinned buffers on the current stream, and may be under way after the last piece.
         Raises CheckpointError for a file that cannot be read any more, and for tied embeddings beside another head.
         """
-        self._check_tied()
+        self._check_tied(weights.embed.dtype)
         views = dict(layout.checkpoint_views(self.config, weights))
         ring = None if weights.embed.device.type == "cpu" else PinnedRing(_STAGING_BYTES)
         # File by file, so that a disk reads each of them once from front to back.
@@ -104,12 +104,12 @@ class Checkpoint:
             for index, layer in enumerate(weights.layers):
                 layout.scale_cached(self.config, layer, self._cached_scale(index, "k"), self._cached_scale(index, "v"))
 
-    def _check_tied(self) -> None:
+    def _check_tied(self, dtype: torch.dtype) -> None:
         """Refuse to leave out an ``lm_head`` of its own, which transformers 5 uses whatever the config says."""
         if not self.config.tie_word_embeddings or (head := self.tensors.get("lm_head.weight")) is None:
             return
-        embed = self.tensors["model.embed_tokens.weight"].read("model.embed_tokens.weight", None)
-        if not torch.equal(embed, head.read("lm_head.weight", None).to(embed.dtype)):
+        embed = self.tensors["model.embed_tokens.weight"].read("model.embed_tokens.weight", None).to(dtype)
+        if not torch.equal(embed, head.read("lm_head.weight", None).to(dtype)):
             raise CheckpointError(
                 f"{head.path}: tensor lm_head.weight must equal model.embed_tokens.weight, as config.json ties them; "
                 "it does not: to use it, set tie_word_embeddings there to false"
