@@ -91,7 +91,7 @@ class LazyGroup(click.Group):
 def with_flags(message: str, command: click.Command) -> str:
     """A message with the command's flags in place of the names that the settings have in Python.
 
-    ``max_model_len=512`` becomes ``--max-model-len 512``. A word without ``_`` stays but before ``=`` or ``must be``.
+    ``max_model_len=512`` becomes ``--max-model-len 512``. A name without ``_`` changes only before ``=``, ``must be``.
     """
     flags: dict[str, click.Option] = {}
     for option in (each for each in command.params if isinstance(each, click.Option)):

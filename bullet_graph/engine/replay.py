@@ -1,6 +1,6 @@
 """Replays a workload: sends each request when it arrives, and records when its tokens come.
 
-:func:`replay` steps an engine itself, in real or virtual time. :func:`replay_async` is the client of one that streams.
+:func:`replay` steps an engine itself, in real or virtual time. :func:`replay_async` is a client of a streaming server.
 """
 
 import asyncio

@@ -74,7 +74,7 @@ class SimulationSettings:
 class SimulatedEngine(EngineCore):
     """The engine's loop in virtual time, without weights, tokenizer or text.
 
-    ``model`` gives steps' times and the planner's predictions. Raises ConfigError where it lacks a size of the lane.
+    ``model`` gives steps' times and the planner's predictions. Raises ConfigError if it lacks a decode lane's size.
     """
 
     def __init__(

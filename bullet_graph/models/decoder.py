@@ -21,7 +21,7 @@ from bullet_graph.sampling_params import SCORED_ROWS
 class Hidden:
     """Activations between layers, both [rows, hidden_size].
 
-    ``x`` is the last sub-layer's output, not yet added. ``residual`` is zero before the first layer: layers are alike.
+    ``x`` is the last sub-layer's output, not yet added. ``residual`` starts as zero, so that all layers are alike.
     """
 
     x: Tensor

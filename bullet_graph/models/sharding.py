@@ -21,7 +21,7 @@ _BY_OUTPUTS = ("gate_proj", "up_proj", "w1", "w3")
 def shard(model: ModelConfig, num_ranks: int, rank: int, *, expert_parallel: bool = False) -> ModelConfig:
     """A rank's share of a model; the model itself for one rank. Raises ConfigError for what cannot be divided.
 
-    With ``expert_parallel``, a rank has whole experts instead of a part of each. More ranks than key heads share them.
+    With ``expert_parallel``, a rank has whole experts, not a part of each. If key heads are too few, ranks share them.
     """
     if num_ranks == 1:
         return model

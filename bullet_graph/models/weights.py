@@ -317,7 +317,7 @@ def held(config: ModelConfig, name: str, stored: Tensor) -> Tensor:
 def scale_cached(config: ModelConfig, layer: Layer, k_scale: float, v_scale: float) -> None:
     """Have a layer's keys and values cached divided by these scales, and its output stay the same.
 
-    Powers of two change no digit of weights, biases or scales, so they are part of them, and no kernel knows of them.
+    Powers of two change no digits: weights, biases and scales take them up, and no kernel needs to know of them.
     """
     attention = layer.attention
     sizes = [config.q_size, config.kv_size, config.kv_size]

@@ -95,8 +95,8 @@ class SmidProbe:
     """Launches a kernel that reports the SMs it ran on; only the thread that made the probe may use it.
 
     It works in the thread's current CUDA context, and makes the device's primary context current where there is none.
-    Nothing else should run on the GPU meanwhile: a busy SM may take no block of the probe. PartitionError for a CUDA
-    call that fails, and when it is made without cuda-python, driver or GPU, or in another GPU's context.
+    Nothing else should run on the GPU meanwhile: a busy SM may take no block of the probe. Raises PartitionError
+    where a CUDA call fails, and when made without cuda-python, driver or GPU, or in another GPU's context.
     """
 
     def __init__(self, device: int = 0, *, driver: CudaDriver | None = None) -> None:

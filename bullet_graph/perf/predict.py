@@ -105,7 +105,7 @@ class TableModel:
     def wave_chunk_tokens(self, max_tokens: int, sms: int | None = None) -> int:
         """The chunk of at most ``max_tokens`` rows with the highest prefill rate.
 
-        Measured sizes and ``max_tokens`` are compared at one depth. Below three measured sizes, full waves decide.
+        Measured sizes and ``max_tokens`` are compared at one depth. With fewer than three sizes, full waves decide.
         """
         if max_tokens < CHUNK_STEP_TOKENS:
             return max_tokens

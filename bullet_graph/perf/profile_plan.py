@@ -82,7 +82,7 @@ def plan_profile(
 ) -> ProfilePlan:
     """Choose the points and the length of their bursts for a time budget, which is for the measurements alone.
 
-    ``model`` estimates times: longer bursts shorten those that follow. A budget of 0 takes the shortest plan.
+    ``model`` estimates times; bursts that take longer shorten later ones. A budget of 0 takes the shortest plan.
     Raises ConfigError where not even the fewest useful points fit the budget, or the limits allow none of a kind.
     """
     coarse, fine = (

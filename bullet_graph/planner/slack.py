@@ -73,7 +73,7 @@ def have_room(
     """Which prompts, in serving order, may run: a sequence more must not cost all others their TPOT targets.
 
     There is room while a decode step alone takes at most ``room_share`` of the tightest target that can be held.
-    Prompts that have started, are resumed or past their last deadline always run. ``solo_ms``: :func:`decode_load`'s.
+    Prompts that have started, are resumed or past their last deadline always run. ``solo_ms`` is :func:`decode_load`'s.
     """
     if not prompts or decode.target_ms == math.inf:
         return [True] * len(prompts)
