@@ -148,8 +148,8 @@ class Options:
         """What a decode step saves: its time later, when the prompts that wait now have joined the batch."""
         batch_size, kv_tokens = self._batch
         joined = batch_size + max(len(self._load.prompts), 1)
-        later = self._model.decode(joined, kv_tokens * joined // batch_size).ms
-        return min(self._decode_ms, later * self._corrections.of("solo", "step", joined) * batch_size / joined)
+        later_ms = self._predictor.decode_ms(joined, kv_tokens * joined // batch_size)
+        return min(self._decode_ms, later_ms * batch_size / joined)
 
     def decode_only(self) -> Option:
         """Decode on the whole GPU, prefill paused."""

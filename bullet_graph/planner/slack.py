@@ -202,8 +202,8 @@ def spare_ms(load: Load, awaited_s: Iterable[tuple[float, float]], *, ms_per_tok
     The load's slack must count every sequence with a target. ``awaited_s`` has, for each token in flight that it does
     not count, when it is expected and when it is due.
     """
-    spare = float("inf") if load.decode is None else load.decode.slack_ms
-    ends = [((due_s - end_s) * 1e3) for end_s, due_s in awaited_s]
+    spare = math.inf if load.decode is None else load.decode.slack_ms
+    ends = [(due_s - end_s) * 1e3 for end_s, due_s in awaited_s]
     end_ms = 0.0
     if load.chunk is not None:
         end_ms += load.chunk.tokens * load.chunk.layers_left / layers * ms_per_token
