@@ -27,7 +27,6 @@ from bullet_graph.partition.backend import open_backend
 from bullet_graph.partition.masks import LANES, WHOLE_GPU, Lane, SmPartition, lane_sms, partition_of
 from bullet_graph.perf.performance import PerformanceModel
 from bullet_graph.perf.start_report import StartClock
-from bullet_graph.perf.table import PerfTable
 from bullet_graph.runtime import capture_cache
 from bullet_graph.runtime.cpu import CpuExecutor, compiled_for_cpu
 from bullet_graph.runtime.executor import Executor
@@ -86,22 +85,18 @@ def build_executor(config: EngineConfig, runtime: Runtime, start: Start) -> Buil
         )
     with start.clock.phase("device"):
         check_device(config, runtime)
-        performance = find_performance(config, runtime, cached_table=partial(cached_table, config, runtime))
+        cached_table = partial(capture_cache.cached_perf_table, capture_cache.configured_store(config), runtime)
+        performance = find_performance(config, runtime, cached_table=cached_table)
         ledger = start.agree(plan_ledger(config, runtime, performance))
     if start.on_ledger is not None:
         start.on_ledger(ledger)
-    plan = artifact_plan(config, runtime, performance)
+    plan = entry_plan(config, runtime, performance)
     build = partial(_build_cpu if runtime.device.type == "cpu" else _build_cuda, config, runtime, performance, ledger)
     built, compiles, cache_use = capture_cache.start_with_captures(config, runtime, plan, partial(build, start), start)
     return replace(built, compiles=compiles, cache_use=cache_use, self_check=None)
 
 
-def cached_table(config: EngineConfig, runtime: Runtime) -> PerfTable | None:
-    """A performance table that fits, from the configured capture cache; None where there is none."""
-    return capture_cache.cached_perf_table(capture_cache.configured_store(config), runtime)
-
-
-def artifact_plan(config: EngineConfig, runtime: Runtime, performance: PerformanceModel | None) -> dict[str, Any]:
+def entry_plan(config: EngineConfig, runtime: Runtime, performance: PerformanceModel | None) -> dict[str, Any]:
     """What this engine's entry in a capture cache is named by, besides machine and model; raises ConfigError."""
     if runtime.device.type == "cpu":
         return {"model": config.model_name, "dtype": runtime.dtype_name, "compiled_rows": config.max_forward_rows}

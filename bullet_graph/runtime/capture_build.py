@@ -28,7 +28,7 @@ from bullet_graph.partition.smctrl import identify_driver
 from bullet_graph.perf.provenance import collect_provenance
 from bullet_graph.perf.table import read_table
 from bullet_graph.runtime import capture_cache
-from bullet_graph.runtime.build import Start, artifact_plan, build_executor
+from bullet_graph.runtime.build import Start, build_executor, entry_plan
 from bullet_graph.runtime.executor import Executor
 from bullet_graph.runtime.fingerprint import fingerprint_of
 from bullet_graph.runtime.performance import ROOFLINE, find_performance, table_file
@@ -108,7 +108,7 @@ def needed_entry(config: EngineConfig, runtime: Runtime, store: CaptureStore) ->
     """The fingerprint and the plan of the entry that an engine of this configuration, or a rank of it, starts from."""
     cached_table = partial(capture_cache.cached_perf_table, store, runtime)
     performance = find_performance(config, runtime, cached_table=cached_table)
-    return fingerprint_of(runtime), artifact_plan(config, runtime, performance)
+    return fingerprint_of(runtime), entry_plan(config, runtime, performance)
 
 
 def _fill(

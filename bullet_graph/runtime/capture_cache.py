@@ -176,7 +176,7 @@ def open_capture_entry(config: EngineConfig, runtime: Runtime, plan: dict[str, A
     """What the configured capture cache has for an engine; its Triton kernels are found during the block.
 
     Where nothing fits or files are damaged, a warning says why, and everything is compiled. For ``plan`` see
-    :func:`~bullet_graph.runtime.build.artifact_plan`.
+    :func:`~bullet_graph.runtime.build.entry_plan`.
     """
     store = configured_store(config)
     if store is None:

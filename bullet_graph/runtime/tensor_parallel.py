@@ -10,7 +10,8 @@ import torch
 from bullet_graph.config import EngineConfig
 from bullet_graph.errors import BulletGraphError, DeviceError
 from bullet_graph.models.sharding import shard
-from bullet_graph.runtime.build import BuiltRuntime, Start, build_executor, cached_table
+from bullet_graph.runtime.build import BuiltRuntime, Start, build_executor
+from bullet_graph.runtime.capture_cache import cached_perf_table, configured_store
 from bullet_graph.runtime.memory import MemoryLedger, with_kv_blocks
 from bullet_graph.runtime.performance import measure_if_missing
 from bullet_graph.runtime.ranks import Message, RankedExecutor, Ranks
@@ -23,7 +24,7 @@ def build_on_ranks(config: EngineConfig, runtime: Runtime, start: Start) -> Buil
     Raises also what another rank raised, and RankError for one that ended. No process is left then.
     """
     own, *others = (of_rank(config, runtime, rank) for rank in range(config.tensor_parallel_size))
-    measure_if_missing(config, own, partial(cached_table, config, own), start.clock)
+    measure_if_missing(config, own, partial(cached_perf_table, configured_store(config), own), start.clock)
     if not others:
         return build_executor(config, own, start)
     with _started(config, others, lambda other: ("start", config, other)) as ranks:
