@@ -1,5 +1,6 @@
 """The queue of sequences that wait for KV blocks, and the order in which they are served."""
 
+import math
 from collections.abc import Iterable
 from heapq import nsmallest
 from itertools import islice
@@ -11,8 +12,6 @@ from bullet_graph.planner.slack import order_prompts
 
 QUEUE_IN_SIGHT = 64
 """Prompts at the head of the queue that a tick considers: more of usual length than a chunk holds."""
-
-_NEVER = float("inf")
 
 
 class PromptQueue:
@@ -74,7 +73,7 @@ class PromptQueue:
         with prompts under way and preempted ones first.
         """
         writers = self.writers
-        if self._num_with_deadline or any(s.deadline_s < _NEVER for s in started):
+        if self._num_with_deadline or any(s.deadline_s < math.inf for s in started):
             loads = {s: prompt_load(s) for s in started}
             for sequence, load in self._waiting.items():
                 writer = writers.get(sequence.awaited_key)
@@ -93,7 +92,7 @@ class PromptQueue:
 
     def _count(self, sequence: Sequence, change: int) -> None:
         self.num_tokens += change * self._waiting[sequence].tokens_left
-        self._num_with_deadline += change * (sequence.deadline_s < _NEVER)
+        self._num_with_deadline += change * (sequence.deadline_s < math.inf)
         self._num_preempted += change * sequence.preempted
         key = sequence.awaited_key
         if key is None:
