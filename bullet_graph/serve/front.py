@@ -134,12 +134,12 @@ class Front(Forwarder, Drained):
     def __init__(self, replicas: Sequence[Replica]) -> None:
         Forwarder.__init__(self)
         Drained.__init__(self)
-        self._replicas = replicas
+        self.replicas = replicas
         self._holders: PrefixHolders[int] = PrefixHolders()
 
     @property
     def alive(self) -> list[Replica]:
-        return [replica for replica in self._replicas if replica.is_alive]
+        return [replica for replica in self.replicas if replica.is_alive]
 
     def check_open(self) -> None:
         """Raise ApiError 503 if the server shuts down, or no engine lives."""
@@ -187,7 +187,7 @@ class Front(Forwarder, Drained):
     async def watch(self) -> None:
         """Find out, every second, which replicas live."""
         while True:
-            await asyncio.gather(*map(self._check, self._replicas))
+            await asyncio.gather(*map(self._check, self.replicas))
             await asyncio.sleep(_CHECK_INTERVAL_S)
 
     async def _check(self, replica: Replica) -> None:
@@ -201,7 +201,7 @@ class Front(Forwarder, Drained):
         """The replicas' metrics, with a label that names each, and which of them live."""
         up = GaugeMetricFamily(PREFIX + "replica_up", "1 for an engine that lives.", labels=["replica"])
         families: dict[str, Metric] = {up.name: up}
-        for replica in self._replicas:
+        for replica in self.replicas:
             up.add_metric([str(replica.number)], float(replica.is_alive))
         for replica in self.alive:
             text = await replica.get("/metrics") or b""
@@ -217,12 +217,12 @@ def front_app(front: Front, settings: ServeSettings) -> Starlette:
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
-        for replica in front._replicas:
+        for replica in front.replicas:
             replica.open()
         watch = asyncio.create_task(front.watch())
         yield
         watch.cancel()
-        for replica in front._replicas:
+        for replica in front.replicas:
             await replica.close()
 
     async def health(_: Request) -> Response:

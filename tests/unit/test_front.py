@@ -150,7 +150,7 @@ async def test_an_engine_that_answers_again_is_alive_and_a_request_inside_until_
 def test_what_a_lost_engine_held_is_forgotten() -> None:
     front = Front([Replica(number, Mock(poll=lambda: None), "") for number in range(2)])
     front._holders.add([b"key"], 0)
-    front._lost(front._replicas[0])
+    front._lost(front.replicas[0])
     assert front._holders.choose([b"key"], 1, lambda _: 0, 16) == (1, 0)
 
 
