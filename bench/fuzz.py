@@ -341,8 +341,7 @@ def fuzz(seconds: float, seed: int, max_stall_ms: float, max_growth_mib: float) 
         before = httpx.post(f"{url}/v1/completions", json=GOOD, timeout=60).json()["choices"]
         process = next(child for child in psutil.Process().children() if "serve" in child.cmdline())
         watcher = context.Process(target=watch, args=(url, process.pid, seconds, watch_queue))
-        attackers = context.Process(target=attack_all, args=(url, seconds, seed, attack_queue))
-        workers = (watcher, files, attackers)
+        workers = (watcher, files, context.Process(target=attack_all, args=(url, seconds, seed, attack_queue)))
         for worker in workers:
             worker.start()
         findings = attack_queue.get(timeout=seconds + 120)
