@@ -33,8 +33,7 @@ _POWERS = _powers(8192)
 def next_token(seed: int, history: np.ndarray) -> int:
     """The token that follows ``history``: a hash of both, computed as :func:`generate_alone` does token by token."""
     powers = _POWERS[: len(history) + 1][::-1]
-    value = (seed + 1) * powers[0] + ((history + 1) * powers[1:] % _MODULUS).sum()
-    return int(value % _MODULUS % VOCAB_SIZE)
+    return int(((seed + 1) * powers[0] + ((history + 1) * powers[1:] % _MODULUS).sum()) % _MODULUS % VOCAB_SIZE)
 
 
 def generate_alone(seed: int, prompt: list[int], count: int, window: int | None = None) -> list[int]:

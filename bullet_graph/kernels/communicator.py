@@ -67,13 +67,14 @@ class GlooCommunicator(Communicator):
         super().__init__(rank, num_ranks)
         group: Any = torch.distributed.distributed_c10d.ProcessGroupGloo
         options = group._Options()
-        # Ranks that die or hang are noticed earlier, by the engine's own monitor.
-        options._timeout = timedelta(minutes=30)
+        options._timeout = store.timeout
         # A machine may resolve its own name to an address that it cannot reach.
         options._devices = [group.create_device(hostname="127.0.0.1")]
         self._group = group(store, rank, num_ranks, options)
         # Connects here, while all ranks are there.
         self.all_reduce(torch.zeros(1))
+        # Ranks that die or hang are noticed earlier, by the engine's own monitor.
+        self._group.set_timeout(timedelta(minutes=30))
 
     def all_reduce(self, x: Tensor) -> Tensor:
         self._group.allreduce([x]).wait()

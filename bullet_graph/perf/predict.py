@@ -199,22 +199,19 @@ class LaneTimes:
 
     def surface(self, sms: int) -> Surface:
         """Times on ``sms`` SMs; estimated from other numbers of SMs if none were measured."""
-        surface = self._surfaces.get(sms)
-        if surface is None:
-            surface = self._surfaces[sms] = self._estimate(sms)
-        return surface
+        if sms not in self._surfaces:
+            self._surfaces[sms] = self._estimate(sms)
+        return self._surfaces[sms]
 
     def _estimate(self, sms: int) -> Surface:
         xs, ys, sizes = self.whole.xs, self.whole.ys, self._measured_sizes
         index = bisect_left(sizes, sms)
         if index in (0, len(sizes)):
             nearest = sizes[max(index - 1, 0)]
-            beside = self._surfaces[nearest]
-
-            def scaled(x: float, y: float) -> float:
-                return beside(x, y) * self._reference(x, y, sms) / self._reference(x, y, nearest)
-
-            return fill_surface((), scaled, xs=xs, ys=ys)
+            beside, reference = self._surfaces[nearest], self._reference
+            return fill_surface(
+                (), lambda x, y: beside(x, y) * reference(x, y, sms) / reference(x, y, nearest), xs=xs, ys=ys
+            )
         low, high = self._surfaces[sizes[index - 1]], self._surfaces[sizes[index]]
         share = (sms - sizes[index - 1]) / (sizes[index] - sizes[index - 1])
         cells = [[1 / ((1 - share) / low(x, y) + share / high(x, y)) for y in ys] for x in xs]

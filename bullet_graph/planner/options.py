@@ -5,7 +5,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
-from itertools import takewhile
+from itertools import accumulate, takewhile
 from typing import Literal
 
 from bullet_graph.perf.performance import PerformanceModel, Prediction, attention_pairs, size_of
@@ -84,15 +84,10 @@ class Backlog:
         if load.chunk is not None:
             self.tokens, self.layers_left = load.chunk.tokens, load.chunk.layers_left
             return
-        self.ends: list[int] = []  # for each prompt, the tokens up to its last
-        self._pairs: list[float] = []
-        tokens, pairs = 0, 0.0
-        for prompt in load.prompts:
-            tokens += prompt.tokens_left
-            pairs += attention_pairs(prompt.tokens_left, prompt.tokens_cached)
-            self.ends.append(tokens)
-            self._pairs.append(pairs)
-        self.tokens, self.layers_left = tokens, predictor.model.num_layers
+        # For each prompt, the tokens up to its last, and their pairs.
+        self.ends = list(accumulate(p.tokens_left for p in load.prompts))
+        self._pairs = list(accumulate(attention_pairs(p.tokens_left, p.tokens_cached) for p in load.prompts))
+        self.tokens, self.layers_left = self.ends[-1] if self.ends else 0, predictor.model.num_layers
 
     def pairs(self, tokens: int) -> float:
         """(query, key) pairs of a chunk of the first ``tokens`` tokens, at most all of them."""

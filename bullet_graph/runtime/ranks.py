@@ -35,6 +35,8 @@ FOLLOWER = "bullet_graph.runtime.follower"
 
 LAUNCH_TIMEOUT_S = 60.0
 """A launch without progress for this long has failed: some rank hangs."""
+START_TIMEOUT_S = 600.0
+"""Rank 0 waits this long for the others, which do the same work at the same time, in a start or a profile."""
 _RENDEZVOUS_TIMEOUT_S = 60.0
 _STOP_TIMEOUT_S = 5.0
 _CHECK_S = 0.1
@@ -124,13 +126,16 @@ class Ranks:
                     self.explain(error)
 
     def gather(self, name: str) -> list[Message]:
-        """Wait for one message of this name from each of the others, in the order of ranks; raises as :meth:`check`."""
+        """Wait for such a message from each of the others, by rank; raises as :meth:`check`, or if one stays away."""
         with self._changed:
-            self._changed.wait_for(
-                lambda: self.failure is not None or len(self._arrived.get(name, ())) == self.num_ranks - 1
-            )
-            self.check()
-            return [message for _, message in sorted(self._arrived.pop(name).items())]
+            arrived, num_others = self._arrived.setdefault(name, {}), self.num_ranks - 1
+            self._changed.wait_for(lambda: self.failure is not None or len(arrived) == num_others, START_TIMEOUT_S)
+            del self._arrived[name]
+        if self.failure is None and (silent := {*range(1, self.num_ranks)} - arrived.keys()):
+            who = f"rank {', '.join(map(str, sorted(silent)))} hangs, or is far slower than rank 0"
+            self.fail(RankError(f"{who}: {name!r} did not come within {START_TIMEOUT_S:g} s. Make a new engine"))
+        self.check()
+        return [message for _, message in sorted(arrived.items())]
 
     def check(self) -> None:
         """Raise the failure of another rank, if there is one."""
@@ -152,7 +157,12 @@ class Ranks:
         """Make rank 0's communicators, together with the others, once these are ready."""
         self.gather("ready")
         self.send("connect")
-        make_communicators(self.folder, 0, self.num_ranks, device, self.communicators)
+        try:
+            make_communicators(self.folder, 0, self.num_ranks, device, self.communicators)
+        except RuntimeError as error:
+            if isinstance(error, BulletGraphError):
+                raise
+            self.explain(RankError(f"the ranks did not connect within {_RENDEZVOUS_TIMEOUT_S:g} s: {error}"))
         self.check()
 
     @contextmanager
@@ -232,14 +242,11 @@ class Ranks:
             try:
                 message = connection.recv()
             except Exception:
-                # The end of the pipe, or of a message.
+                # The end of the pipe, or of a message. Who ends without a word did not fail because of another.
+                message = None
+            if message is None or message[0] == "failed":
                 del open_ones[connection]
-                # Who ends without a word did not fail because of another.
-                ended.append((0.0, rank, None))
-                continue
-            if message[0] == "failed":
-                del open_ones[connection]
-                ended.append((message[1], rank, message))
+                ended.append((0.0 if message is None else message[1], rank, message))
                 continue
             with self._changed:
                 self._arrived.setdefault(message[0], {})[rank] = message

@@ -96,8 +96,7 @@ def project(config: ModelConfig, cache: KVCache, rows: Rows, dtype: torch.dtype)
     """Random queries, keys and values of a forward whose sequences have random prefixes in the cache."""
     for half in cache.layer(LAYER):
         half.copy_(torch.randn(half.shape, device=DEVICE))
-    width = config.q_size + 2 * config.kv_size
-    qkv = torch.randn(len(rows.positions), width, device=DEVICE).to(dtype)
+    qkv = torch.randn(len(rows.positions), config.q_size + 2 * config.kv_size, device=DEVICE).to(dtype)
     inputs = RowInputs(
         torch.from_numpy(rows.positions).to(DEVICE),
         torch.from_numpy(rows.kv_slots).to(DEVICE),

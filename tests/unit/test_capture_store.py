@@ -176,18 +176,9 @@ def test_the_nearest_entry_comes_first_and_any_plan_will_do(store: CaptureStore)
     assert store.find(FINGERPRINT, None).hit == near
 
 
-def _link(path: Path) -> None:
-    # The very same content: only that it is a link is wrong.
-    path.symlink_to(path.rename(path.parents[4] / "secret"))
-
-
 def _pipe(path: Path) -> None:
     path.unlink()
     os.mkfifo(path)
-
-
-def _link_folder(path: Path) -> None:
-    path.parent.symlink_to(path.parent.rename(path.parents[4] / "moved"))
 
 
 @pytest.mark.parametrize(
@@ -196,9 +187,10 @@ def _link_folder(path: Path) -> None:
         (flip_byte, "attention_input.pt2 has another checksum"),
         (lambda path: os.truncate(path, 100), "attention_input.pt2 has 100 bytes instead of 280000"),
         (Path.unlink, "attention_input.pt2 is missing"),
-        (_link, "attention_input.pt2 cannot be read"),
+        # The very same content: only that it is a link is wrong.
+        (lambda path: path.symlink_to(path.rename(path.parents[4] / "secret")), "attention_input.pt2 cannot be read"),
         (_pipe, "attention_input.pt2 cannot be read"),
-        (_link_folder, "'layers' is not listed"),
+        (lambda path: path.parent.symlink_to(path.parent.rename(path.parents[4] / "moved")), "'layers' is not listed"),
         (lambda path: (path.parent / "evil.py").write_text("x"), "'layers/evil.py' is not listed"),
         (lambda path: (path.parent / "evil").symlink_to("/etc"), "'layers/evil' is not listed"),
     ],

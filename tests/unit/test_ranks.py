@@ -19,6 +19,8 @@ from bullet_graph.runtime.tensor_parallel import agreed
 @pytest.fixture
 def ranks() -> Iterator[Ranks]:
     ranks = Ranks(1)
+    ranks._watcher.join()  # there is nobody to watch
+    ranks.num_ranks = 2
     yield ranks
     ranks.stop()
 
@@ -82,6 +84,16 @@ def test_a_failure_is_told_though_the_driver_holds_an_abort_back(ranks: Ranks) -
     failing.join()
 
 
+def test_ranks_that_do_not_come_in_a_start(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    for limit in ("START_TIMEOUT_S", "_RENDEZVOUS_TIMEOUT_S"):
+        monkeypatch.setattr(ranks_module, limit, 0.1)
+    with pytest.raises(RankError, match=r"rank 1 hangs, .* 'built' did not come within 0\.1 s"):
+        ranks.gather("built")
+    ranks.failure, ranks._arrived = None, {"ready": {1: ("ready",)}}
+    with pytest.raises(RankError, match=r"the ranks did not connect within 0\.1 s"):
+        ranks.connect(Mock(type="cpu", index=None))
+
+
 def test_sums_in_peer_memory_are_ended_before_nccl_s(ranks: Ranks) -> None:
     ended = Mock()
     ranks.communicators = {"decode": ended.decode, "prefill": ended.prefill}
@@ -92,8 +104,7 @@ def test_sums_in_peer_memory_are_ended_before_nccl_s(ranks: Ranks) -> None:
 def test_what_a_failed_device_holds_is_never_freed(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     kept = Mock()
     monkeypatch.setattr(ranks_module, "keep_for_ever", kept)
-    stuck, ended = Mock(), Mock()
-    stuck.close.side_effect = TimeoutError
+    stuck, ended = Mock(close=Mock(side_effect=TimeoutError)), Mock()
     ranks.communicators = {"decode": stuck, "prefill": ended}
     ranks.close()
     assert kept.mock_calls == [call(stuck)]

@@ -394,8 +394,7 @@ def test_counts_of_experts_in_many_programs_and_many_blocks(monkeypatch: pytest.
     monkeypatch.setattr(triton_moe, "_COUNTS", 1)
     x, experts = rows_of(40), layer(20, 2)
     logits = TorchOps().linear(x, experts.router)
-    out = experts_output(x, logits, experts, tilings=small(16))
-    assert_close(out, expected_output(x, logits, experts))
+    assert_close(experts_output(x, logits, experts, tilings=small(16)), expected_output(x, logits, experts))
 
 
 def test_a_row_s_experts_depend_on_no_other_row() -> None:
