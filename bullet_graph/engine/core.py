@@ -117,10 +117,11 @@ class EngineCore:
         self.planner.max_batch_sizes = max_batch_sizes(self.executor)
         return more
 
-    def predicted_ttft_ms(self, prompt_tokens: int, slo: Slo) -> float:
+    def predicted_ttft_ms(self, prompt_tokens: int, slo: Slo, cached_tokens: int = 0) -> float:
         """TTFT of a request that came now, if no other followed; 0 without a performance model."""
         now_s, ms_per_token = self.executor.now(), self.planner.prefill_ms_per_token
-        newcomer = PromptLoad(prompt_tokens, 0, now_s + slo.ttft_limit_ms(prompt_tokens) / 1e3, now_s)
+        deadline_s = now_s + slo.ttft_limit_ms(prompt_tokens) / 1e3
+        newcomer = PromptLoad(prompt_tokens - cached_tokens, cached_tokens, deadline_s, now_s)
         under_way_ms = (self.in_flight.due_s("decode", now_s) - now_s) * 1e3
         if self._chunk is not None:
             chunk = self._chunk[1]
@@ -143,7 +144,7 @@ class EngineCore:
         limit_ms = sequence.slo.ttft_limit_ms(prompt_tokens)
         if factor is None or limit_ms == math.inf:
             return
-        predicted_ms = self.predicted_ttft_ms(prompt_tokens, sequence.slo)
+        predicted_ms = self.predicted_ttft_ms(prompt_tokens, sequence.slo, self.scheduler.tokens_cached_for(sequence))
         if predicted_ms > factor * limit_ms:
             raise LateError(
                 f"the first token would come after about {predicted_ms / 1e3:.1f} s, more than {factor:g} × the target "
@@ -222,8 +223,6 @@ class EngineCore:
     def _decode_step(self, plan: Plan) -> bool:
         """Launch a forward on the decode lane, if the plan has rows for it."""
         chunk_tokens = plan.chunk_tokens if plan.prefill_lane == "decode" and self._chunk is None else 0
-        if not plan.decode and not chunk_tokens:
-            return False
         prefilling = self.in_flight["prefill"]
         if self.in_flight["decode"] and prefilling and prefilling[-1].ends_chunk:
             # The second tokens of its prompts would wait for every step launched ahead of them.
@@ -251,8 +250,6 @@ class EngineCore:
         if plan.prefill_lane != "prefill" or not plan.slice_layers:
             return False
         if self._chunk is None:
-            if not plan.chunk_tokens:
-                return False
             scheduled = self.scheduler.schedule(prompts=self._prompts, chunk_tokens=plan.chunk_tokens, lane="prefill")
             if scheduled is None:
                 return False

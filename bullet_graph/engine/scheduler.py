@@ -81,6 +81,11 @@ class Scheduler:
             self._extend_keys(sequence)
             self._enqueue(sequence)
 
+    def tokens_cached_for(self, sequence: Sequence) -> int:
+        """Tokens that a sequence, queued or not, would find in the prefix cache now."""
+        self._extend_keys(sequence)
+        return len(self.pool.find(self._keys_to_find(sequence))) * self.pool.block_tokens
+
     def finish(self, sequence: Sequence) -> None:
         """Remove an ended or aborted sequence; its blocks follow when no step in flight touches them."""
         if sequence.status is Status.WAITING:

@@ -429,8 +429,7 @@ def test_a_chunk_that_is_scored_says_nothing_of_the_prediction(scored: int | Non
     planner = _Scripted(Plan("solo", decode=False, chunk_tokens=64, decode_ms=7.0))
     loop = CoreLoop(planner)
     loop.add(64, 2, scored=scored)
-    while loop.core.has_unfinished_requests():
-        loop.core.step()
+    loop.run()
     assert planner.observed == ([("solo", "slice", 64, 7.0)] if scored is None else [])
 
 

@@ -66,6 +66,11 @@ def test_a_request_that_would_come_too_late_is_refused_and_told_when_to_return()
     told = ApiError.of(error.value)
     assert (told.status, told.body["error"]["code"]) == (429, "too_late")
     assert int(told.headers["Retry-After"]) - predicted_ms / 1e3 == pytest.approx(0.5, abs=0.5)
+    while loop.has_unfinished_requests():
+        loop.step()
+    with pytest.raises(LateError):
+        loop.require_in_time(request(16_000, Slo(ttft_ms=100)), 1.0)
+    loop.require_in_time(request(16_000, Slo(ttft_ms=100), "7"), 1.0)  # the prefix cache holds its prompt
 
 
 @pytest.mark.parametrize("num_queued", [1, QUEUE_IN_SIGHT + 1])

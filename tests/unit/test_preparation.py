@@ -133,24 +133,18 @@ def test_nothing_is_lost_and_no_step_lacks_its_graph(requests: list[Arrival], po
 
 def test_partitions_are_used_once_they_are_captured() -> None:
     loop, executor = make_loop("split")
-    for _ in range(12):
-        loop.add(800, 60)
-    loop.run()
+    loop.run(arrivals=[(0.0, 800, 60, NO_TARGETS)] * 12)
     assert executor.num_missing_graphs > 0
     assert {launch.placement.partition for launch in executor.launches} == {WHOLE_GPU}
     while loop.core.prepare_next():
         pass
-    for _ in range(12):
-        loop.add(800, 60)
-    loop.run()
+    loop.run(arrivals=[(0.0, 800, 60, NO_TARGETS)] * 12)
     assert len({launch.placement.partition for launch in executor.launches}) > 1
 
 
 def test_captures_of_a_busy_engine_take_their_share_and_all_come_about() -> None:
     loop, executor = make_loop("mixed")
-    for _ in range(16):
-        loop.add(30, 900)
-    loop.run()
+    loop.run(arrivals=[(0.0, 30, 900, NO_TARGETS)] * 16)
     captures = executor.captures
     assert executor.num_missing_graphs == 0
     assert all(capture.busy for capture in captures), "the device works on what was launched before"
@@ -162,9 +156,7 @@ TPOT_MS = 1.3 * MODEL.decode(8, 8 * 300).ms
 
 
 def decode_tpots_ms(loop: CoreLoop) -> list[float]:
-    for _ in range(8):
-        loop.add(30, 400, slo=Slo(tpot_ms=TPOT_MS))
-    loop.run()
+    loop.run(arrivals=[(0.0, 30, 400, Slo(tpot_ms=TPOT_MS))] * 8)
     return [output.metrics.tpot_ms or 0.0 for output in loop.outputs.values()]
 
 
@@ -188,8 +180,6 @@ DUE_MS = MODEL.prefill(900, 900 * 900 / 2).ms + 0.9 * PREPARE_MS
 )
 def test_nothing_is_captured_while_targets_leave_no_time(count: int, prompt: int, output: int, slo: Slo) -> None:
     loop, executor = make_loop("mixed")
-    for _ in range(count):
-        loop.add(prompt, output, slo=slo)
-    loop.run()
+    loop.run(arrivals=[(0.0, prompt, output, slo)] * count)
     assert not executor.captures
     assert not any(output.missed_targets for output in loop.outputs.values())
