@@ -74,7 +74,7 @@ class GlooCommunicator(Communicator):
         # Connects here, while all ranks are there.
         self.all_reduce(torch.zeros(1))
         # Ranks that die or hang are noticed earlier, by the engine's own monitor.
-        self._group.set_timeout(timedelta(minutes=30))
+        self._group._set_default_timeout(timedelta(minutes=30))
 
     def all_reduce(self, x: Tensor) -> Tensor:
         self._group.allreduce([x]).wait()

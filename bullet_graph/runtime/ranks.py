@@ -162,7 +162,7 @@ class Ranks:
         except RuntimeError as error:
             if isinstance(error, BulletGraphError):
                 raise
-            self.explain(RankError(f"the ranks did not connect within {_RENDEZVOUS_TIMEOUT_S:g} s: {error}"))
+            self.explain(RankError(f"the ranks did not connect (they have {_RENDEZVOUS_TIMEOUT_S:g} s): {error}"))
         self.check()
 
     @contextmanager
