@@ -121,7 +121,7 @@ class Comparison:
         if not runs:
             fleet, (traffic, arrivals) = self._fleet(machines), self._arrivals(machines, rate)
             started, prefilled = time.perf_counter(), prefill(fleet, traffic, split)
-            total = len(prefilled.order) + len(prefilled.refused)
+            total = len(traffic.workload.requests)
             for link in self._links:
                 outcome = decode(fleet, traffic, prefilled, link, self._kv_bytes_per_token)
                 name = f"{split} + {machines - split} divided, {link.gb_per_s:g} GB/s"
