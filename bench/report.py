@@ -264,11 +264,11 @@ def fleet_rows(simulations: Sequence[Source]) -> Iterator[str]:
     for (name, machines, mark), systems in sorted(rows.items()):
         shared = systems.pop(0.0)
         rate, texts, shown = shared["goodput_90"], [], simulated_goodput(shared, "goodput_90")
-        # Where the shared goodput is only bounded, a least ratio takes its upper bound.
+        # Where the shared goodput is only bounded, a least ratio takes its upper bound; without one, it is a most.
         base = shared["goodput_90_below"] if shown.startswith("≥") else rate
         for gb_per_s, one in sorted(systems.items()):
             bold = "**" if (one["goodput_90"] or 0.0) < rate else ""
-            ratio = simulated_goodput(one, "goodput_90", base, ".2f")
+            ratio = "≤ " * (base is None) + simulated_goodput(one, "goodput_90", base or rate, ".2f")
             texts.append(f"{gb_per_s:g}: {bold}{ratio}×{bold} ({one['prefill_machines'] or '–'})")
         yield f"| {name} | {machines:,}{mark} | {shown}/s | {', '.join(texts)} |"
 
@@ -290,7 +290,7 @@ def simulated_rows(simulations: Sequence[Source]) -> Iterator[str]:
         tpot = median(abs(r["simulated"]["median_tpot_ms"] / r["measured"]["median_tpot_ms"] - 1) for r in stable)
         apart = f"{100 * median(off):.1f} points apart in the median ({100 * max(off):.1f} at most)"
         by = found["provenance"]["git_commit"][:7]
-        yield f"\nOn time, {len(off)} stable runs: {apart}, median TPOT {100 * tpot:.0f} %. Simulated by {by}."
+        yield f"\nOn time, {len(off)} stable runs: {apart}, TPOT {100 * tpot:.0f} %. By {by}."
 
 
 # ---- the report ----

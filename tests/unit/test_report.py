@@ -11,7 +11,7 @@ from click.testing import CliRunner, Result
 
 from bench import report as report_module
 from bench import simulator_error, splitting
-from bench.evidence import read_results
+from bench.evidence import Source, read_results
 from bench.report import BENCH, main
 from bullet_graph.errors import ConfigError
 from bullet_graph.perf.performance import Prediction, SplitPrediction
@@ -188,6 +188,13 @@ def test_rates_of_split_over_mixed() -> None:
     rate_on = {sms: (2048 * (132 - sms) // 132) / (2048 * 10 / 132) for sms in (32, 64)}
     assert found[1.25] == (pytest.approx(rate_on[64] / (112 / 6.12)), True)
     assert found[2.0] == (pytest.approx(rate_on[32] / (496 / 9.96)), False)
+
+
+def test_a_shared_goodput_that_is_open_above_bounds_the_ratio_of_a_divided_fleet() -> None:
+    shared = {"machines": 10, "gb_per_s": None, "goodput_90": 50.0, "goodput_90_below": None}
+    divided = shared | {"gb_per_s": 25.0, "goodput_90": 40.0, "goodput_90_below": 40.0, "prefill_machines": 2}
+    fields = {"trace": "synthetic:chat", "slo": SLO, "arrival_seconds": 120.0, "systems": [shared, divided]}
+    assert "≥ 50/s | 25: **≤ 0.80×** (2) |" in "".join(report_module.fleet_rows([Source("fleet_chat.json", fields)]))
 
 
 def test_check_tells_what_differs_and_writes_nothing(results: Path, tmp_path: Path) -> None:

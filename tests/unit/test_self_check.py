@@ -113,8 +113,7 @@ def test_later_steps_read_what_earlier_ones_cached() -> None:
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_what_is_not_finite_does_not_hold(value: float) -> None:
-    decoder = tiny_decoder()
-    (point,) = SelfCheck(decoder, lambda *_: torch.full((4, CONFIG.vocab_size), value), (4,))(sample=False)
+    (point,) = SelfCheck(tiny_decoder(), lambda *_: torch.full((4, CONFIG.vocab_size), value), (4,))(sample=False)
     assert point == SelfCheckPoint(4, float("inf"), 1e-4)
 
 
