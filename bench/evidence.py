@@ -16,7 +16,7 @@ CLAIMED = "bullet_graph auto"
 Run: TypeAlias = dict[str, Any]
 
 _NEAR = 1.5
-"""Between rates farther apart than this factor a goodput is a guess: it may be this engine's lower, a peer's higher."""
+"""Across a wider factor, interpolation is a guess: ours counts as the lower rate, a peer's may be up to the higher."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -264,7 +264,7 @@ def fleet_rows(simulations: Sequence[Source]) -> Iterator[str]:
     for (name, machines, mark), systems in sorted(rows.items()):
         shared = systems.pop(0.0)
         rate, texts, shown = shared["goodput_90"], [], simulated_goodput(shared, "goodput_90")
-        # Where the shared goodput is only bounded, a least ratio takes its upper bound; without one, it is a most.
+        # If the shared goodput may be higher, its upper bound gives the least ratio. Without one, "≤" marks the most.
         base = shared["goodput_90_below"] if shown.startswith("≥") else rate
         for gb_per_s, one in sorted(systems.items()):
             bold = "**" if (one["goodput_90"] or 0.0) < rate else ""
@@ -301,12 +301,12 @@ Written by `python -m bench.report` from `{folder}`.
 Machine: {device}, driver {driver}, {versions}. Random weights.
 
 Unnamed: llama-3.1-8b. "Ratio" is this engine over vLLM or a named peer: high is good for goodput, else low. vLLM takes
-512 tokens a step (70B also 256), all at once 8,192; other sizes served fewer (log). SGLang mixes prompts with decode.
+512 tokens a step (70B also 256), all at once 8,192; other sizes served fewer. SGLang mixes prompts with decode.
 Here `auto` runs; all at once, the best policy. goodput_90 is the highest rate at which 90 % of requests meet both
 targets ("500/15 ms": of TTFT and TPOT), for ≥ 120 s; beside it: p99 TTFT. "Later": newer runs that contradict it. Gaps
 are exponential, or gamma of shape "burstiness". Chats come at 86 to 90 % of their rate. "<": it failed there, the ratio
-is a bound (the tightest, if no file has a ratio). "≥": the next rate was unstable, over 1.5 × it or none. "Worse here":
-by over 2 % at both's highest load (on time here, there). Cards differ by 6 %. Most files predate the engine.
+is a bound (the tightest, if no file has a ratio). "≥": the next rate was unstable, 1.5 × as high, or not run. "Worse
+here": by over 2 % at the highest load of both (on time here, there). Cards differ by 6 %. Most files predate the engine.
 
 ## Headline figures
 

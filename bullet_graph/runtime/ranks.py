@@ -159,9 +159,9 @@ class Ranks:
         self.send("connect")
         try:
             make_communicators(self.folder, 0, self.num_ranks, device, self.communicators)
+        except BulletGraphError:
+            raise
         except RuntimeError as error:
-            if isinstance(error, BulletGraphError):
-                raise
             self.explain(RankError(f"the ranks did not connect (they have {_RENDEZVOUS_TIMEOUT_S:g} s): {error}"))
         self.check()
 
