@@ -306,7 +306,7 @@ Here `auto` runs; all at once, the best policy. goodput_90 is the highest rate a
 targets ("500/15 ms": of TTFT and TPOT), for ≥ 120 s; beside it: p99 TTFT. "Later": newer runs that contradict it. Gaps
 are exponential, or gamma of shape "burstiness". Chats come at 86 to 90 % of their rate. "<": it failed there, the ratio
 is a bound (the tightest, if no file has a ratio). "≥": the next rate was unstable, 1.5 × as high, or not run. "Worse
-here": by over 2 % at the highest load of both (on time here, there). Cards differ by 6 %. Most files predate the engine.
+here": by over 2 % at the top load of both (on time here, there). Cards differ by 6 %. Most files predate the engine.
 
 ## Headline figures
 
