@@ -224,7 +224,9 @@ def tasks_of(sources: Sequence[Source]) -> list[Task]:
             if (before := tasks.get(key)) is not None:
                 task.older.extend((before, *before.older))
             tasks[key] = task
-    return sorted(tasks.values(), key=lambda task: (task.model, task.workload, task.slo, task.peer, task.source.name))
+    return sorted(
+        tasks.values(), key=lambda one: (one.model, one.workload, one.slo, one.peer != "vLLM", one.source.name)
+    )
 
 
 def rate_of(run: Run) -> float:

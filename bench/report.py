@@ -210,7 +210,7 @@ def worse_at(task: Task) -> tuple[float, str]:
     for field in (*LATENCIES, "joules_per_token"):
         value, peer = figure_of(own, rate, field), best_of(task.peers, rate, field)
         if value is not None and peer is not None and value > SAME * peer[1] > 0:
-            label, _, name = field.removesuffix("_ms").partition("_")
+            label, _, name = field.removesuffix("_ms").replace("median", "p50").partition("_")
             shown, label = ("energy", "") if field == "joules_per_token" else (name.upper(), f"{label} ")
             worse.setdefault(shown, []).append(f"{label}{value / peer[1]:.2f}×")
     told = "; ".join(f"{name} {', '.join(ratios)}" for name, ratios in worse.items())
@@ -285,7 +285,7 @@ def simulated_rows(simulations: Sequence[Source]) -> Iterator[str]:
         ]
         cells.append(" / ".join(f"{100 * row['on_time'][policy]:.1f}" for policy in ("mixed", "split")))
         name = f"{row['gpu'].upper()}: {row['model']}, {Path(row['workload'].rpartition(':')[2]).stem}"
-        yield f"| {name}, {row['request_rate']:.3g}/s | {' | '.join(cells)} | {100 * row['split_share']:.0f} |"
+        yield f"| {name.removeprefix('H200: ')}, {row['request_rate']:.3g}/s | {' | '.join(cells)} |"
     if off := [abs(row["measured"]["slo_attainment"] - row["simulated"]["slo_attainment"]) for row in stable]:
         tpot = median(abs(r["simulated"]["median_tpot_ms"] / r["measured"]["median_tpot_ms"] - 1) for r in stable)
         apart = f"{100 * median(off):.1f} points apart in the median ({100 * max(off):.1f} at most)"
@@ -343,26 +343,25 @@ decode steps to save energy. goodput_99 rests on 3 of 300 requests.
 SIMULATED = """
 ## Simulated beside measured
 
-The fastest stable run of `auto`: measured / simulated (`python -m bench.simulator_error`). Simulated alone: the last
-two columns. The H100's chats are older than waits for room.
+The fastest stable run of `auto`: measured / simulated (`python -m bench.simulator_error`); the last column
+is simulated alone. Unnamed: H200. The H100's chats are older than waits for room.
 
-| GPU, requests, rate | on time, % | median TPOT, ms | p99 TTFT, ms | on time: `mixed` / `split` | time split, % |
-| --- | ---: | ---: | ---: | ---: | ---: |
+| requests, rate | on time, % | median TPOT, ms | p99 TTFT, ms | on time: `mixed` / `split` |
+| --- | ---: | ---: | ---: | ---: |
 """
-FILES = """
-## Files
-
-Without a command (`argv`):
-"""
+FILES = "\nFiles without a command (`argv`): "
 
 
 def headlines(sources: Sequence[Source], tasks: Sequence[Task]) -> list[Row]:
-    """The rows of the first table; ``tasks`` are those of the sources."""
-    return [
+    """The rows of the first table; ``tasks`` are those of the sources. "…" stands for a name that a row above has."""
+    rows = [
         *decode_rows(sources),
         *(row for task in sorted(tasks, key=lambda one: one.is_search) for row in task_rows(task, sources)),
         *start_rows(sources),
     ]
+    parts = [(row.what.rpartition(", "), row) for row in rows]
+    names = {row.what for row in rows}
+    return [replace(row, what=f"… {last}") if whole in names else row for (whole, _, last), row in parts]
 
 
 def _newest(sources: Sequence[Source]) -> dict[str, Any]:

@@ -85,7 +85,6 @@ def row_of(source: Source, cell: dict[str, Any], run: Run) -> dict[str, Any]:
     }
     runs = simulated(arguments)
     row |= {way: {name: one[name] for name in FIGURES} for way, one in (("measured", run), ("simulated", runs["auto"]))}
-    row["split_share"] = runs["auto"]["policy_shares"].get("split", 0.0)
     return row | {"on_time": {policy: one["slo_attainment"] for policy, one in runs.items()}}
 
 
