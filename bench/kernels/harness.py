@@ -103,13 +103,9 @@ def blocks_for(kv_lens: Int32Array) -> int:
 
 
 def scattered_blocks(kv_lens: Int32Array, num_blocks: int) -> tuple[Int32Array, Int32Array]:
-    """Blocks in random order, as a cache has them after hours of service.
+    """Blocks in random order, as a cache has them after hours of service: kv_indptr [rows + 1], kv_indices [in use].
 
-    Returns:
-        (kv_indptr [rows + 1], kv_indices [blocks in use]).
-
-    Raises:
-        ConfigError: the sequences need more blocks than ``num_blocks``.
+    Raises ConfigError where the sequences need more blocks than ``num_blocks``.
     """
     indptr = np.concatenate(([0], np.cumsum(-(-kv_lens // KV_BLOCK_TOKENS)))).astype(np.int32)
     if indptr[-1] > num_blocks:

@@ -47,9 +47,8 @@ def make_peer_cells(
 ) -> list[Cell[Candidate]]:
     """The workloads on each candidate, at the rates that the command's options ask for.
 
-    Raises:
-        ConfigError: options contradict each other, a search has no targets, or two workloads have one name.
-        WorkloadError: there is no such workload, or it has too few requests for a rate.
+    Raises ConfigError where options contradict each other, a search has no targets, or two workloads have one name;
+    WorkloadError where there is no such workload, or it has too few requests for a rate.
     """
     rates, at_once = options["rates"], options["all_at_once"]
     if at_once and (rates is not None or options["burstiness"] != 1):
@@ -80,8 +79,7 @@ def make_peer_cells(
 def make_setup(cells: Sequence[Cell[Candidate]], options: Mapping[str, Any]) -> Setup:
     """The settings that all systems share; the longest request (of 20,000, if there is no end) fits.
 
-    Raises:
-        WorkloadError: a request is longer than the limit asked for.
+    Raises WorkloadError where a request is longer than the limit asked for.
     """
     workloads = {cell.key.task: cell.workload for cell in cells}.values()
     requests = [request for workload in workloads for request in workload.first(20_000).requests]
@@ -166,9 +164,7 @@ class Comparison:
     def run(self) -> None:
         """Serve until all rates are done.
 
-        Raises:
-            EngineDeadError: a system failed as a whole.
-            WorkloadError: a system could serve none of a run's requests.
+        Raises EngineDeadError if a system fails as a whole, WorkloadError if one can serve none of a run's requests.
         """
         runner = SweepRunner(self.sweep, is_given_up=self._is_beaten)
         for group in self.groups:

@@ -79,9 +79,7 @@ def require_memory(
     This engine would make do with less, and be slower than it is; processes that have just ended may hold some still.
     Each system that this process starts gets the ``share``; ``memory`` tells (free, total) bytes of the GPU now.
 
-    Raises:
-        ConfigError: their shares are more than the whole.
-        DeviceError: other programs hold too much for a minute.
+    Raises ConfigError where their shares are more than the whole, DeviceError if others hold too much for a minute.
     """
     num_systems = len({candidate.resident for candidate in candidates if candidate.kind != "openai"})
     wanted = share * num_systems

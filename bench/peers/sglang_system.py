@@ -55,9 +55,8 @@ class SglangSystem:
         log: SGLang's messages are appended to this file; None shows its errors on stderr.
         memory: tells (free, total) bytes of the GPU now; None leaves ``mem_fraction_static`` to SGLang.
 
-    Raises:
-        DeviceError: SGLang, or a library that it needs, is not installed.
-        ConfigError: it has no such option, or refuses the settings.
+    Raises DeviceError where SGLang, or a library that it needs, is not installed, ConfigError where it has no such
+    option or refuses the settings.
     """
 
     def __init__(

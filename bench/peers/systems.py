@@ -30,17 +30,12 @@ class System(Protocol):
         """Every setting of its start that its figures may depend on, in values that JSON has."""
 
     async def configure(self, setting: str, slo: Slo) -> None:
-        """Serve under a setting and targets from now on; no request is under way.
-
-        Raises:
-            ConfigError: the setting cannot be had.
-        """
+        """Serve under a setting and targets from now on, with no request under way; ConfigError if it cannot be had."""
 
     def generate(self, request: TimedRequest) -> AsyncGenerator[Sequence[int], None]:
         """Serve a request, yielding the new tokens of each output.
 
-        Raises:
-            EngineDeadError: the system has failed as a whole; any other error is the request's alone.
+        Raises EngineDeadError where the system has failed as a whole; any other error is the request's alone.
         """
 
     def counters(self) -> Mapping[str, Any]:
@@ -64,11 +59,7 @@ class OwnSetting:
 
     @classmethod
     def parse(cls, text: str) -> "OwnSetting":
-        """Read ``POLICY`` or ``POLICY/ORDER``.
-
-        Raises:
-            ConfigError: for any other text.
-        """
+        """Read ``POLICY`` or ``POLICY/ORDER``; ConfigError for any other text."""
         policy, slash, order = text.partition("/")
         if slash and order not in get_args(PromptOrder):
             raise ConfigError(f"{order!r} is no order of prompts: write {' or '.join(get_args(PromptOrder))}")
@@ -95,11 +86,7 @@ class Candidate:
 
     @classmethod
     def parse(cls, text: str) -> "Candidate":
-        """Read a system as the command line names it.
-
-        Raises:
-            ConfigError: for any other text, with the forms allowed.
-        """
+        """Read a system as the command line names it; ConfigError, with the forms allowed, for any other text."""
         kind, _, rest = text.partition(":")
         has_chunk = rest.isdecimal() and int(rest) > 0
         good = {

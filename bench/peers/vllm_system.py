@@ -53,9 +53,7 @@ class VllmSystem:
         options: further arguments of ``AsyncEngineArgs``, or other values for those set here.
         log: vLLM's messages are appended to this file; None shows its warnings on stderr.
 
-    Raises:
-        DeviceError: vLLM is not installed.
-        ConfigError: it has no such option, or refuses the settings.
+    Raises DeviceError where vLLM is not installed, ConfigError where it has no such option or refuses the settings.
     """
 
     def __init__(

@@ -68,9 +68,8 @@ def import_archive(
     One of the ``trusted_keys`` must have signed it; without any, no signature is required. Returns the entry in the
     store; and whether it is new, since the store did not have it, or had it damaged or rejected.
 
-    Raises:
-        CacheError: the file is not exactly as :func:`export_entry` writes it, the signature does not hold, or the
-            store has no room. The store is unchanged.
+    Raises CacheError where the file is not exactly as :func:`export_entry` writes it, the signature does not hold, or
+    the store has no room. The store is then unchanged.
     """
     with io_errors(f"cannot import {file} into {store.root}"), open_regular(file) as raw:
         try:

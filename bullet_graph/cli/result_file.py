@@ -28,9 +28,8 @@ def check_result_file(
 ) -> None:
     """Make sure, before a long run, that the file that ``option`` names can be written; None: nothing is.
 
-    Raises:
-        ConfigError: the folder is missing or takes no file, it is the command's ``result`` as well, or the file exists
-            and ``overwrite`` is False, or None (the command has no such option).
+    Raises ConfigError where the folder is missing or takes no file, it is the command's ``result`` as well, or the file
+    exists and ``overwrite`` is False, or None (the command has no such option).
     """
     if path is None:
         return

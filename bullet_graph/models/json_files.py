@@ -97,8 +97,7 @@ class JsonObject:
 def read_model_file(path: Path, error: type[ModelError] = ModelError) -> bytes:
     """The content of a regular file; links are followed, since a hub's cache holds links.
 
-    Raises:
-        ModelError: (or ``error``) the file is missing, unreadable, a pipe or a device, or above ``MAX_FILE_BYTES``.
+    Raises ``error`` where the file is missing, unreadable, a pipe or a device, or above ``MAX_FILE_BYTES``.
     """
     try:
         with open_regular(path, follow_links=True) as file:

@@ -70,9 +70,8 @@ def verify(backend: PartitionBackend, partition: SmPartition, probe: SmidProbe) 
     both. Lanes that do not overlap must also run at the same time. Afterwards both lanes have the whole GPU. Returns
     the SMs of each lane, as ``%smid`` names them.
 
-    Raises:
-        PartitionError: work ran on an SM outside the partition, or left one of its SMs out; the lanes share a
-            mask, or SMs that they should not; or the back end cannot make the partition.
+    Raises PartitionError where work ran on an SM outside the partition, or left one of its SMs out; the lanes share a
+    mask, or SMs that they should not; or the back end cannot make the partition.
     """
     expected = {lane: backend.expected_sms(lane, partition) for lane in LANES}
     disjoint = fits_side_by_side(partition, num_tpcs=backend.num_sms // SMS_PER_TPC)

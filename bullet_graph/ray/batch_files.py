@@ -53,8 +53,7 @@ class BatchInput:
     def longest_first(self, left: set[str]) -> pa.Table:
         """Those rows whose ``custom_id`` is ``left``, with the longest outputs first and then the longest prompts.
 
-        Returns:
-            a table with ``custom_id`` (string) and ``line`` (binary).
+        A table with ``custom_id`` (string) and ``line`` (binary).
         """
         lengths = np.fromiter(map(len, self.lines), np.int64, len(self.lines))
         order = [int(i) for i in np.lexsort((-lengths, -self.output_tokens)) if self.custom_ids[i] in left]
@@ -71,9 +70,8 @@ def read_input(location: str, defaults: Mapping[str, Any] | None = None) -> Batc
     are JSON lines, perhaps compressed, or parquet. ``defaults`` are fields of bodies that leave them out. A folder
     may have other files too if their names begin with ``.`` or ``_``.
 
-    Raises:
-        WorkloadError: a file cannot be read, a row has neither form, or two rows have one ``custom_id``; the
-            message names the file and the row. What is wrong inside a body is an error of that row alone.
+    Raises WorkloadError, with file and row, where a file cannot be read, a row has neither form, or two rows have one
+    ``custom_id``. What is wrong inside a body is an error of that row alone.
     """
     ids, lines, tokens = dict[str, str](), list[bytes](), list[int]()
     digest = hashlib.blake2b(digest_size=16)
@@ -252,8 +250,7 @@ class OutputFolder:
     def __enter__(self) -> Self:
         """Make the folder, or continue the one that is there.
 
-        Raises:
-            ConfigError: it cannot be written, is in use, or holds the rows of another batch.
+        Raises ConfigError where it cannot be written, is in use, or holds the rows of another batch.
         """
         manifest = self.path / "batch.json"
         try:

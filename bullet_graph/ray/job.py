@@ -110,9 +110,8 @@ def run_batch(
     there are GPUs for. Without an ``address``, Ray takes the cluster that runs on this machine, or runs in this
     process. ``on_progress`` gets the numbers of rows that are done, one after the other.
 
-    Raises:
-        ConfigError: the folder is of another batch or in use, no machine has enough GPUs, or no engine can be built.
-        EngineDeadError: the workers die without writing a row.
+    Raises ConfigError where the folder is of another batch or in use, no machine has enough GPUs, or no engine can be
+    built; EngineDeadError where the workers die without writing a row.
     """
     began_s = time.monotonic()
     with ExitStack() as stack:

@@ -100,8 +100,7 @@ class BatchPredictor:
         request: fields of each request, as clients of the server send them: ``{"max_tokens": 64}``.
         settings: those of :class:`~bullet_graph.engine.engine.Engine`.
 
-    Raises:
-        BulletGraphError: the engine cannot be built, or has died.
+    Raises BulletGraphError where the engine cannot be built, or has died.
     """
 
     def __init__(self, model: str, *, request: Mapping[str, Any] | None = None, **settings: Any) -> None:

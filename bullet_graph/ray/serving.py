@@ -116,8 +116,7 @@ def deployment(
             :class:`~bullet_graph.serve.settings.ServeSettings` that are not of connections. A replica asks Ray for
             ``tensor_parallel_size`` GPUs, or for none with ``device="cpu"``.
 
-    Raises:
-        ConfigError: a setting is unknown or wrong.
+    Raises ConfigError where a setting is unknown or wrong.
     """
     of_server = {name: settings.pop(name) for name in SERVE_SETTINGS if name in settings and name not in _OF_HTTP}
     engine = EngineConfig.of(model, **({"max_num_seqs": 256} | settings))
@@ -168,8 +167,7 @@ def deployment(
 def app(args: dict[str, Any]) -> serve.Application:
     """The application of ``serve run bullet_graph.ray:app model=NAME …``; its arguments are those of deployment.
 
-    Raises:
-        ConfigError: there is no ``model``, or an argument is unknown or wrong.
+    Raises ConfigError where there is no ``model``, or an argument is unknown or wrong.
     """
     if "model" not in args:
         raise ConfigError("an argument `model` is required: serve run bullet_graph.ray:app model=NAME")

@@ -44,8 +44,7 @@ def load_workload(spec: str, *, num_requests: int | None, seed: int = 0, tokeniz
             least 0) decides. It also decides how long the users of a ShareGPT file think.
         tokenize: counts the tokens of a ShareGPT file; the other sources need none.
 
-    Raises:
-        WorkloadError: an unknown name, an unreadable file, a malformed row (with its line), or too few requests.
+    Raises WorkloadError for an unknown name, an unreadable file, a malformed row (with its line), too few requests.
     """
     if num_requests is not None and num_requests < 1:
         raise WorkloadError(f"the number of requests must be at least 1, got {num_requests}")

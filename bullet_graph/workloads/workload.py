@@ -133,9 +133,8 @@ class Arrivals:
     def times(self, workload: Workload) -> Times:
         """Arrival times: float64 [number of requests], seconds after the start, not decreasing.
 
-        Raises:
-            ConfigError: a number is out of range or has no effect, or the burstiness is so small that all gaps vanish.
-            WorkloadError: recorded times are asked for, but the workload (synthetic, ShareGPT) has none.
+        Raises ConfigError where a number is out of range or has no effect, or the burstiness so small that all gaps
+        vanish; WorkloadError where recorded times are asked for, but the workload (synthetic, ShareGPT) has none.
         """
         rate = self.request_rate
         if rate is not None and self.time_scale != 1:

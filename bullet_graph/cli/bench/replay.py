@@ -139,12 +139,9 @@ def measure(
 ) -> ReplayRun:
     """Replay a workload, each request to its recorded length; a ``label`` gets a progress bar on a terminal.
 
-    Random prompts have the arrivals' seed unless there is a ``prompt_seed``.
-
-    Raises:
-        ConfigError: arrivals out of range, or a policy that the engine cannot serve.
-        WorkloadError: no request completed.
-        EngineDeadError: the system failed.
+    Random prompts have the arrivals' seed unless there is a ``prompt_seed``. Raises ConfigError for arrivals out of
+    range or a policy that the engine cannot serve, WorkloadError if no request completes, EngineDeadError if the system
+    fails.
     """
     requests = timed_requests(
         workload,
