@@ -193,7 +193,7 @@ def attack_until(name: str, url: str, end_s: float, seed: int, findings: Finding
 
 def attack_all(url: str, seconds: float, seed: int, results: "multiprocessing.Queue[Findings]") -> None:
     """Every attack at once, until the time is over."""
-    be_modest()
+    os.nice(10)  # real attackers do not share the server's cores
     findings, end_s = Findings(), time.monotonic() + seconds
     threads = [threading.Thread(target=attack_until, args=(name, url, end_s, seed, findings)) for name in ATTACKS]
     for thread in threads:
@@ -201,11 +201,6 @@ def attack_all(url: str, seconds: float, seed: int, results: "multiprocessing.Qu
     for thread in threads:
         thread.join()
     results.put(findings)
-
-
-def be_modest() -> None:
-    """Run at low priority: real attackers do not share the server's cores."""
-    os.nice(10)
 
 
 def watch(url: str, pid: int, seconds: float, results: "multiprocessing.Queue[Watched]") -> None:
@@ -297,7 +292,7 @@ def read_model(folder: Path) -> None:
 
 def fuzz_files(seconds: float, seed: int, results: "multiprocessing.Queue[tuple[dict[str, int], list[str]]]") -> None:
     """Read changed files until the time is over."""
-    be_modest()
+    os.nice(10)  # as the attackers
     rng, counts, problems = random.Random(seed), Counter[str](), list[str]()
     with tempfile.TemporaryDirectory() as name:
         root, model = Path(name), Path(name) / "model"

@@ -115,10 +115,10 @@ def scattered_blocks(kv_lens: Int32Array, num_blocks: int) -> tuple[Int32Array, 
     return indptr, np.random.default_rng(1).permutation(num_blocks)[: indptr[-1]].astype(np.int32)
 
 
-def paged_batch(kv_lens: Int32Array, num_blocks: int, rows_each: int = 1) -> PagedBatch:
-    """Sequences whose last ``rows_each`` tokens are query rows; blocks are scattered over the cache."""
+def paged_batch(kv_lens: Int32Array, num_blocks: int) -> PagedBatch:
+    """Sequences whose last tokens are query rows; blocks are scattered over the cache."""
     indptr, indices = scattered_blocks(kv_lens, num_blocks)
-    q_indptr = torch.arange(len(kv_lens) + 1, dtype=torch.int32) * rows_each
+    q_indptr = torch.arange(len(kv_lens) + 1, dtype=torch.int32)
     return PagedBatch(
         q_indptr=q_indptr.to(DEVICE),
         kv_indptr=torch.from_numpy(indptr).to(DEVICE),
@@ -201,11 +201,11 @@ def device_text(report: DeviceReport) -> str:
     return " ".join(f"{value.mean:.0f} {unit}" for value, unit in figures if value is not None)
 
 
-def product_ceiling_tflops(seconds: float = 1.0) -> float:
+def product_ceiling_tflops() -> float:
     """Sustained rate of a large square bfloat16 product by cuBLAS, in 10¹² operations a second."""
     a, b = random_tensor(_CEILING_SIZE, _CEILING_SIZE), random_tensor(_CEILING_SIZE, _CEILING_SIZE)
     out = torch.empty_like(a)
-    ms, _ = sustained_ms(lambda: torch.mm(a, b, out=out), seconds)
+    ms, _ = sustained_ms(lambda: torch.mm(a, b, out=out), 3.0)
     return 2e-9 * _CEILING_SIZE**3 / ms
 
 
@@ -223,11 +223,7 @@ def open_bench(
 ) -> Iterator[tuple[Workbench, str]]:
     """The engine's lanes with random weights, ready to measure these points, and heated to sustained clocks.
 
-    Args:
-        points: what will be measured; their decode graphs are captured.
-        decode_sms: SMs of the decode lane, for each partition that the points name.
-        backend: the partition backend.
-        kv_cache_dtype: the KV cache's number format.
+    ``decode_sms`` has the SMs of the decode lane for each partition that the points name.
     """
     config = EngineConfig(
         model=model,

@@ -93,7 +93,7 @@ def main(model: str, rows: tuple[int, ...], seconds: float, output_json: Path) -
         {name: random_linear(config, *shape) for name, shape in layer_projections(config).items()}
         for _ in range(LAYERS)
     ]
-    ceiling = product_ceiling_tflops(3.0)
+    ceiling = product_ceiling_tflops()
     cases: list[dict[str, Any]] = []
     for count in rows:
         for name, (run, flops) in ways(config, layers, count).items():

@@ -112,7 +112,7 @@ def main(model: str, kv_cache_dtype: str, rows: tuple[int, ...], seconds: float,
         for name, count in WORKLOADS
         for number in rows
     ]
-    ceiling = product_ceiling_tflops(3.0)
+    ceiling = product_ceiling_tflops()
     cases: list[dict[str, Any]] = []
     with open_bench(model, [forward.point for _, forward in forwards], kv_cache_dtype=kv_cache_dtype) as (bench, _):
         for workload, forward in forwards:

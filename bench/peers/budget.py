@@ -17,10 +17,10 @@ _NUMBER = struct.Struct("=q")
 
 
 class TokenBudget:
-    """A number in a file that one process writes and another reads; made by :meth:`create` and :meth:`open`."""
+    """A number in a file that one process writes and another reads; :meth:`create` makes the file."""
 
-    def __init__(self, path: Path) -> None:
-        with path.open("r+b") as file:
+    def __init__(self, path: str | Path) -> None:
+        with Path(path).open("r+b") as file:
             self._map = mmap.mmap(file.fileno(), _NUMBER.size)
 
     @classmethod
@@ -29,16 +29,10 @@ class TokenBudget:
         path.write_bytes(_NUMBER.pack(num_tokens))
         return cls(path)
 
-    @classmethod
-    def open(cls, path: str | Path) -> "TokenBudget":
-        """Map an existing file."""
-        return cls(Path(path))
-
     @property
     def num_tokens(self) -> int:
         """The number now, at least 1."""
-        number: int = _NUMBER.unpack_from(self._map)[0]
-        return number
+        return int(_NUMBER.unpack_from(self._map)[0])
 
     @num_tokens.setter
     def num_tokens(self, value: int) -> None:
@@ -63,7 +57,7 @@ class BudgetedSchedule:
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._budget = TokenBudget.open(self.vllm_config.additional_config[CONFIG_KEY])
+        self._budget = TokenBudget(self.vllm_config.additional_config[CONFIG_KEY])
         self._most_tokens, self._most_seqs = self.max_num_scheduled_tokens, self.max_num_running_reqs
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:

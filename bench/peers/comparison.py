@@ -134,8 +134,6 @@ class Comparison:
         open_system: starts what a group needs, from all the group's candidates that share it.
         sweep: keeps the runs.
         runner: of the event loop of all systems.
-        model: its name.
-        vocab_size: of it.
         arrivals: how requests arrive, but for the rate. Their seed also draws the prompts.
         num_warmups: unmeasured requests before a system's first run of a workload.
         probe: opens the GPUs to watch; None watches nothing.

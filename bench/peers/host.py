@@ -42,7 +42,6 @@ class HostClock:
 
 def _cpu_times() -> dict[str, float] | None:
     try:
-        times: dict[str, float] = psutil.cpu_times()._asdict()
+        return dict(psutil.cpu_times()._asdict())
     except (OSError, TypeError):  # a container's /proc/stat may be missing, or malformed
         return None
-    return times

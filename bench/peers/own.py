@@ -21,13 +21,12 @@ class OwnEngine:
     """One engine, made so that every policy wanted can be had; :meth:`configure` changes between them.
 
     Args:
-        setup: its settings.
         wanted: that will be asked for.
         slo: targets that will be asked for: one for TPOT lets ``mixed`` choose its chunks by predictions.
         decisions: a new file for every decision of the planner, which costs the engine's thread some time; None: none.
     """
 
-    def __init__(self, setup: Setup, wanted: Sequence[OwnSetting], slo: Slo, decisions: Path | None = None) -> None:
+    def __init__(self, setup: Setup, wanted: Sequence[OwnSetting], slo: Slo, decisions: Path | None) -> None:
         settings = dataclasses.asdict(setup)
         del settings["shares_prefixes"]
         config = EngineConfig(**settings)

@@ -48,7 +48,6 @@ class SglangSystem:
     """A running SGLang. Its scheduler is a process of its own; its front end runs on this process's event loop.
 
     Args:
-        setup: the settings that all systems share.
         setting: ``chunked_prefill_size``, empty for ``max_num_batched_tokens``, or ``pdmux``.
         folder: for a preset's ``config.json``.
         options: further arguments of ``ServerArgs``, or other values for those set here.
@@ -64,13 +63,12 @@ class SglangSystem:
         setup: Setup,
         setting: str,
         folder: Path,
-        options: Mapping[str, Any] | None = None,
-        log: Path | None = None,
-        memory: Callable[[], tuple[int, int]] | None = None,
+        options: Mapping[str, Any],
+        log: Path | None,
+        memory: Callable[[], tuple[int, int]] | None,
     ) -> None:
         require_peer(NAME, VERSION)
-        arguments = engine_arguments(setup, setting, folder) | {"log_level": "info" if log else "error"}
-        arguments |= dict(options or {})
+        arguments = engine_arguments(setup, setting, folder) | {"log_level": "info" if log else "error"} | dict(options)
         with output_to(log):
             try:
                 engine = importlib.import_module("sglang.srt.entrypoints.engine").Engine
@@ -79,7 +77,7 @@ class SglangSystem:
                 raise DeviceError(
                     f"sglang needs a library that is missing, or another version of it: {error}"
                 ) from error
-            require_options("SGLang", options or {}, server_args, OPTION_EXAMPLES["sglang"])
+            require_options("SGLang", options, server_args, OPTION_EXAMPLES["sglang"])
             try:
                 if memory is not None and "mem_fraction_static" not in arguments:
                     own = server_args(**arguments).mem_fraction_static

@@ -47,12 +47,7 @@ class System(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class OwnSetting:
-    """A policy of this engine's.
-
-    Attributes:
-        policy: how prefill and decode share the device.
-        prompt_order: of prompts without targets.
-    """
+    """A policy of this engine's, and the order of prompts without targets."""
 
     policy: Policy
     prompt_order: PromptOrder = "arrival"

@@ -48,7 +48,6 @@ class VllmSystem:
     """A running vLLM. Its core is a process of its own; its front end runs on this process's event loop.
 
     Args:
-        setup: the settings that all systems share.
         folder: for a preset's ``config.json`` and the budget's file. vLLM finds earlier compilations by this path.
         options: further arguments of ``AsyncEngineArgs``, or other values for those set here.
         log: vLLM's messages are appended to this file; None shows its warnings on stderr.
@@ -56,19 +55,17 @@ class VllmSystem:
     Raises DeviceError where vLLM is not installed, ConfigError where it has no such option or refuses the settings.
     """
 
-    def __init__(
-        self, setup: Setup, folder: Path, options: Mapping[str, Any] | None = None, log: Path | None = None
-    ) -> None:
+    def __init__(self, setup: Setup, folder: Path, options: Mapping[str, Any], log: Path | None) -> None:
         require_peer(NAME, VERSION)
         os.environ.update(_ENVIRONMENT | {"VLLM_LOGGING_LEVEL": "INFO" if log else "WARNING"})
-        arguments = engine_arguments(setup, folder) | dict(options or {})
+        arguments = engine_arguments(setup, folder) | dict(options)
         self._names = itertools.count()
         self._most_tokens: int = arguments["max_num_batched_tokens"]
         self._budget = TokenBudget.create(_budget_file(folder), self._most_tokens)
         with output_to(log):
             vllm = importlib.import_module("vllm")
             engine_args = importlib.import_module("vllm.engine.arg_utils").AsyncEngineArgs
-            require_options("vLLM", options or {}, engine_args, OPTION_EXAMPLES["vllm"])
+            require_options("vLLM", options, engine_args, OPTION_EXAMPLES["vllm"])
             try:
                 self._engine = importlib.import_module("vllm.v1.engine.async_llm").AsyncLLM.from_engine_args(
                     engine_args(**arguments)

@@ -203,7 +203,7 @@ def no_gpu_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (decode_step, partitions, sustained):
         monkeypatch.setattr(module, "open_bench", fake_bench)
         monkeypatch.setattr(module, "watch_gpu", lambda: DeviceMonitor(None))
-    monkeypatch.setattr(sustained, "product_ceiling_tflops", lambda _: 600.0)
+    monkeypatch.setattr(sustained, "product_ceiling_tflops", lambda: 600.0)
     monkeypatch.setattr(decode_step, "measure_copy_gb_per_s", lambda _: 4000.0)
     monkeypatch.setattr(decode_step, "profile", lambda _: time_by_group(STEP))
     provenance = collect_provenance("cpu")

@@ -194,7 +194,7 @@ def test_each_step_has_the_budget_of_the_moment(tmp_path: Path) -> None:
 def test_another_process_sees_the_budget(tmp_path: Path) -> None:
     budget = TokenBudget.create(tmp_path / "budget", 1)
     code = (
-        "import sys; from bench.peers.budget import TokenBudget; b = TokenBudget.open(sys.argv[1]); "
+        "import sys; from bench.peers.budget import TokenBudget; b = TokenBudget(sys.argv[1]); "
         "print(b.num_tokens, flush=True); input(); print(b.num_tokens)"
     )
     command = [sys.executable, "-c", code, str(tmp_path / "budget")]
