@@ -10,7 +10,7 @@ import pytest
 from checkpoints import write_checkpoint
 from cli_runner import write_trace
 from engines import PROMPTS, Gate, Launches, Model, before_launch, make_engine
-from servers import Served
+from servers import Served, serving
 
 from bullet_graph import Engine
 from bullet_graph.models.config import with_padded_heads
@@ -43,6 +43,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
     """A random Llama of 320 tokens with a tokenizer of 300; read it only."""
     folder: Path = tmp_path_factory.mktemp("llama")
     return Model(folder, write_checkpoint(folder, "llama", seed=3).eval())
+
+
+@pytest.fixture(scope="module")
+def served(request: pytest.FixtureRequest) -> Iterator[Served]:
+    """A server with the module's SERVER settings."""
+    with serving(**request.module.SERVER) as served:
+        yield served
 
 
 @pytest.fixture

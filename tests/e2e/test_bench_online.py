@@ -9,13 +9,14 @@ import pytest
 from cli_runner import TINY, printed, refused, run, write_trace
 from click.testing import Result
 from peers_fakes import CompletionsServer, completions_server
-from servers import Served, serving
+from servers import Served
 
 from bullet_graph import Engine
 from bullet_graph.engine.output import RequestOutput
 
 LENGTHS = ((30, 5), (7, 12), (100, 1), (12, 8), (50, 3), (9, 6))
 TARGETS = ("--goodput", "ttft:60000", "tpot:60000")
+SERVER = {"max_model_len": 512, "api_key": "k"}
 
 
 def bench(*arguments: str, trace: Path | str) -> Result:
@@ -132,12 +133,6 @@ def test_a_policy_that_the_engine_cannot_serve_is_refused_before_the_first_run(
 
 
 # ---- ``bullet-graph bench serve`` against ``bullet-graph serve``, and against a server that tells less ----
-
-
-@pytest.fixture(scope="module")
-def served() -> Iterator[Served]:
-    with serving(max_model_len=512, api_key="k") as served:
-        yield served
 
 
 @pytest.fixture(scope="module")

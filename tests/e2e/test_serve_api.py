@@ -19,19 +19,14 @@ from servers import MODEL, Served, serving
 from bullet_graph import Engine, RequestOutput, SamplingParams
 
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Why is the sea salt?"}]
+SERVER = {"max_model_len": 256}
 Create = Callable[..., Any]
-
-
-@pytest.fixture(scope="module")
-def served() -> Iterator[Served]:
-    with serving(max_model_len=256) as served:
-        yield served
 
 
 @pytest.fixture(scope="module")
 def alone() -> Iterator[Engine]:
     """The same engine, without a server."""
-    with make_engine(max_model_len=256) as engine:
+    with make_engine(**SERVER) as engine:
         yield engine
 
 

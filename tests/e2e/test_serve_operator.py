@@ -5,7 +5,6 @@ import logging
 import re
 import socket
 import threading
-from collections.abc import Iterator
 from importlib import resources
 from typing import Any
 from unittest.mock import Mock
@@ -18,14 +17,9 @@ from servers import MODEL, Served, as_http, serving
 from bullet_graph.engine.core import EngineCore
 from bullet_graph.serve.access_log import log_requests, logger
 
+SERVER = {"max_model_len": 64}
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
 TOKENS = ("prompt_tokens_total", "generation_tokens_total")
-
-
-@pytest.fixture(scope="module")
-def served() -> Iterator[Served]:
-    with serving(max_model_len=64) as served:
-        yield served
 
 
 # ---- counters ----

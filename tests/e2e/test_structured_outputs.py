@@ -271,12 +271,7 @@ class Fish(pydantic.BaseModel):
 
 
 SCHEMA = {"type": "json_schema", "json_schema": {"name": "fish", "schema": Fish.model_json_schema(), "strict": True}}
-
-
-@pytest.fixture(scope="module")
-def served() -> Iterator[Served]:
-    with serving(max_model_len=512) as served:
-        yield served
+SERVER = {"max_model_len": 512}
 
 
 def test_the_client_parses_a_model(client: openai.OpenAI) -> None:
