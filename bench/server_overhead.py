@@ -48,8 +48,7 @@ def measure(*arguments: str) -> dict[str, Any]:
     process = subprocess.run(program(*arguments, "--json"), check=False, stdout=subprocess.PIPE)
     if process.returncode:
         raise ConfigError(f"bullet-graph {shlex.join(arguments)} failed: see its messages above")
-    result: dict[str, Any] = json.loads(process.stdout)
-    return result
+    return json.loads(process.stdout)
 
 
 @contextmanager

@@ -54,8 +54,7 @@ class Worker:
         line = self._process.stdout.readline()
         if not line:
             raise click.ClickException(f"the engine of the tree {self.name} ended: see its messages above")
-        found: dict[str, Any] = json.loads(line)
-        return found
+        return json.loads(line)
 
     def close(self) -> None:
         """End the process."""

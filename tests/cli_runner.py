@@ -30,8 +30,7 @@ def run(*arguments: str, stdin: bytes | None = None) -> Result:
 def parsed(result: Result) -> dict[str, Any]:
     """The JSON object that a command printed."""
     assert result.exit_code == 0, result.output
-    found: dict[str, Any] = json.loads(result.stdout)
-    return found
+    return json.loads(result.stdout)
 
 
 def refused(result: Result) -> str:

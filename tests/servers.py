@@ -53,8 +53,7 @@ class Served:
     def ask(self, path: str, **body: Any) -> dict[str, Any]:
         response = self.post(path, **body)
         assert response.status_code == 200, response.text
-        answer: dict[str, Any] = response.json()
-        return answer
+        return response.json()
 
     def complete(self, **body: Any) -> dict[str, Any]:
         return self.ask("/v1/completions", **body)

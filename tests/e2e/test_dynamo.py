@@ -153,8 +153,7 @@ def complete(frontend: Process, prompt: str | list[int], **fields: Any) -> dict[
     body = {"model": "tiny", "prompt": prompt, "max_tokens": 1, "ignore_eos": True, "nvext": nvext} | fields
     answer = httpx.post(f"{frontend.url}/v1/completions", json=body, timeout=60)
     answer.raise_for_status()
-    found: dict[str, Any] = answer.json()
-    return found
+    return answer.json()
 
 
 def worker_of(answer: dict[str, Any]) -> int:

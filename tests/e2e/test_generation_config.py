@@ -87,8 +87,7 @@ def test_the_command_line_overrules_them(folder: Path, greedy: tuple[int, ...]) 
     def printed(*arguments: str) -> list[int]:
         prompt = ("--prompt-ids", ",".join(map(str, PROMPT)), "--ignore-eos", "--json")
         result = run("generate", "--model", str(folder), "--device", "cpu", *prompt, "--max-tokens", "7", *arguments)
-        ids: list[int] = parsed(result)["outputs"][0]["token_ids"]
-        return ids
+        return parsed(result)["outputs"][0]["token_ids"]
 
     assert printed() == list(greedy)
     assert printed("--top-k", "-1", "--min-p", "0", "--temperature", "3") != list(greedy)

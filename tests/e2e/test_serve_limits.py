@@ -51,8 +51,7 @@ def stuck(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stuck]:
 
 
 def error_of(response: httpx.Response) -> dict[str, str]:
-    error: dict[str, str] = response.json()["error"]
-    return error
+    return response.json()["error"]
 
 
 # ---- requests that would come too late ----
@@ -263,8 +262,7 @@ def last_error(response: httpx.Response) -> dict[str, str]:
         return error_of(response)
     *_, last, done = [line for line in response.text.splitlines() if line]
     assert done == "data: [DONE]"
-    error: dict[str, str] = json.loads(last.removeprefix("data: "))["error"]
-    return error
+    return json.loads(last.removeprefix("data: "))["error"]
 
 
 async def test_requests_under_way_may_end_before_the_server_does(stuck: Stuck) -> None:

@@ -68,8 +68,7 @@ json.dump(found, sys.stdout)
 
 @pytest.fixture(scope="module")
 def ptx(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    found: dict[str, str] = run_compiled(COMPILE, tmp_path_factory.mktemp("compile"))
-    return found
+    return run_compiled(COMPILE, tmp_path_factory.mktemp("compile"))
 
 
 def test_the_first_lets_the_second_start(ptx: dict[str, str]) -> None:
