@@ -29,13 +29,12 @@ from bullet_graph.engine.block_pool import chained_keys, root_key
 from bullet_graph.serve.settings import ServeSettings
 from bullet_graph.workloads import load_workload
 
-REASON = "needs ai-dynamo: make test-dynamo"
-pytest.importorskip("dynamo.common.backend", reason=REASON)
+pytest.importorskip("dynamo.common.backend", reason="needs ai-dynamo: make test-dynamo")
 
-from dynamo.llm.exceptions import EngineShutdown, HttpError, InvalidArgument  # noqa: E402
+from dynamo.llm.exceptions import EngineShutdown, HttpError, InvalidArgument
 
-from bullet_graph.dynamo import __main__ as command  # noqa: E402
-from bullet_graph.dynamo.worker import BulletGraphEngine  # noqa: E402
+from bullet_graph.dynamo import __main__ as command
+from bullet_graph.dynamo.worker import BulletGraphEngine
 
 pytestmark = pytest.mark.timeout(180)
 

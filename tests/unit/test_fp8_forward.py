@@ -40,13 +40,11 @@ from bullet_graph.kernels.triton_ops import TritonOps
 
 CONFIG = replace(PRESETS["tiny"], num_layers=2, num_heads=4, num_kv_heads=2, qk_norm=True)
 
-on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="runs Triton's interpreter")
-
 
 # ---- keys and values ----
 
 
-@on_cpu
+@pytest.mark.skipif(torch.cuda.is_available(), reason="runs Triton's interpreter")
 @pytest.mark.usefixtures("rounding")
 @pytest.mark.parametrize("norms", [False, True])
 def test_rope_writes_fp8_that_saturates_and_hands_on_what_is_cached(norms: bool) -> None:

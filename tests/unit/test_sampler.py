@@ -31,13 +31,10 @@ def uniform(seed: int, position: int, token_id: int) -> float:
     return ((word >> 9) + 0.5) / 2**23
 
 
-VOCAB = 50
-"""Tokens that the slots have room for; where logits have fewer, the rest is not read."""
-
-
 def make_state(num_slots: int = 1, seed: int = 5, **changes: object) -> SamplingState:
     """Slots with the same settings; the seed of slot i is ``seed + i``."""
-    state = SamplingState(num_slots, VOCAB, torch.device("cpu"))
+    # They have room for 50 tokens; where logits have fewer, the rest is not read.
+    state = SamplingState(num_slots, 50, torch.device("cpu"))
     for slot in range(num_slots):
         state.settings[slot] = settings_row(seed=seed + slot, **({"temperature": 1.0} | changes))
     return state

@@ -424,11 +424,9 @@ def test_launches_seen_late_do_not_overlap() -> None:
 
 # ---- Chrome's format ----
 
-ALL = Window(0.0, 1e6)
-
 
 def test_chrome_trace(tmp_path: Path) -> None:
-    events = to_chrome_trace(read_run(tmp_path), ALL)["traceEvents"]
+    events = to_chrome_trace(read_run(tmp_path), Window(0.0, 1e6))["traceEvents"]
     threads = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
     launches = [e for e in events if e["ph"] == "X"]
     lanes = ("decode", "decode", "prefill", "decode")
