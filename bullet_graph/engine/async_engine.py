@@ -88,7 +88,7 @@ class AsyncEngine:
         self._thread = threading.Thread(target=self._run, name="bullet-graph-engine", daemon=True)
         self._thread.start()
         # A daemon thread inside torch would abort the program at its end.
-        atexit.register(self._end)
+        atexit.register(self.shutdown, _EXIT_S)
 
     __signature__ = Engine.__signature__
 
@@ -237,9 +237,6 @@ class AsyncEngine:
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
-    def _end(self) -> None:
-        self.shutdown(_EXIT_S)
-
     async def __aenter__(self) -> "AsyncEngine":
         return self
 
@@ -271,7 +268,7 @@ class AsyncEngine:
             try:
                 self.engine.shutdown()
             finally:
-                atexit.unregister(self._end)
+                atexit.unregister(self.shutdown)
                 # Requests that came while the engine stopped are refused.
                 while not self._commands.empty():
                     if (command := self._commands.get()) is not None:
