@@ -167,7 +167,6 @@ class EngineCore:
             kv_blocks_peak=scheduler.pool.peak_used,
             num_running=scheduler.num_running,
             num_waiting=len(scheduler.queue),
-            num_decoding=len(scheduler.decoding()),
             num_missing_graphs=self._num_missing_graphs,
             policy_seconds=dict(self._policy_seconds),
             lane_seconds=dict(self._lane_seconds),

@@ -93,7 +93,6 @@ class EngineStats:
         prefix_cache_queries, prefix_cache_hits: tokens of sequences that started, and those that came from the prefix
             cache; resumptions after a preemption are not counted.
         num_running, num_waiting: sequences that hold KV blocks, and that wait for them.
-        num_decoding: running sequences whose prompts are done.
         policy_seconds, lane_seconds: device time of launches.
         lane_sm_seconds: device time × SMs of launches; empty without a GPU.
         lane_sms: SMs of each lane's current launch, 0 if it is idle; empty without a GPU.
@@ -112,7 +111,6 @@ class EngineStats:
     kv_blocks_peak: int
     num_running: int
     num_waiting: int
-    num_decoding: int
     num_missing_graphs: int
     policy_seconds: Mapping[PolicyName, float]
     lane_seconds: Mapping[Lane, float]

@@ -27,7 +27,7 @@ class Loop(SimulatedEngine):
         super().__init__(MODEL, SimulationSettings(config=config, **sizes))
         self.slo = slo
         self.running = [self.ask(1, output_tokens) for _ in range(num_running)]
-        while self.stats().num_decoding < num_running:
+        while len(self.scheduler.decoding()) < num_running:
             self.step()
 
     def ask(self, prompt_tokens: int, output_tokens: int, arrival_s: float = 0.0) -> str:
