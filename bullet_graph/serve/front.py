@@ -37,7 +37,7 @@ _CHECK_INTERVAL_S, _CHECK_TIMEOUT_S = 1.0, 5.0
 _OF_ONE_HOP = frozenset(
     (b"connection", b"keep-alive", b"proxy-connection", b"te", b"trailer", b"transfer-encoding", b"upgrade")
 )
-_NOT_SENT = _OF_ONE_HOP | {b"host", b"content-length", b"authorization", b"expect"}
+_NOT_SENT = _OF_ONE_HOP | {b"content-length", b"authorization", b"expect"}  # Host makes redirects right
 _NOT_RETURNED = _OF_ONE_HOP | {b"date", b"server"}
 
 logger = logging.getLogger(__name__)

@@ -47,8 +47,8 @@ def test_an_engine_that_ends_before_it_has_read_what_to_serve_is_named() -> None
 Answer = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
-async def healthy(_: web.Request) -> web.Response:
-    return web.Response(text="well")
+async def healthy(request: web.Request) -> web.Response:
+    return web.Response(text="well", headers={"Location": f"http://{request.host}/"})
 
 
 def refusing(error: ApiError) -> Answer:
@@ -91,7 +91,7 @@ async def test_a_dead_engine_in_a_living_process_gets_no_more_requests(tmp_path:
     async with front_of(tmp_path, [(dead, health), (healthy, healthy)]) as client:
         answers = [await client.post("/v1/completions", content=bytes([number])) for number in range(5)]
     assert [(answer.status_code, answer.text) for answer in answers] == [(200, "well")] * 5
-    assert len(asked) == 1
+    assert (len(asked), answers[0].headers["Location"]) == (1, "http://localhost/")
 
 
 async def test_other_refusals_are_passed_on_and_own_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
