@@ -74,7 +74,7 @@ def forced_calls(tools: Mapping[str, Mapping[str, Any]], *, parallel: bool) -> d
         # References such as "#" count from the nearest $id, so each tool needs one of its own.
         own_id = str(schema.get("$id"))
         base = own_id if own_id.startswith("http") and own_id not in found else f"tool:/{number}"
-        properties = {"name": {"const": name}, "parameters": {**(schema or {"type": "object"}), "$id": base}}
+        properties = {"name": {"const": name}, "parameters": {"type": "object", **schema, "$id": base}}
         found[base] = call | {"properties": properties}
     most = {} if parallel else {"maxItems": 1}
     forced = {"type": "array", "minItems": 1, **most, "items": {"anyOf": [*found.values()]}}

@@ -183,7 +183,7 @@ def test_the_schema_of_forced_calls_follows_references() -> None:
     assert schema["items"]["anyOf"][1]["properties"]["parameters"] == {"type": "object", "$id": "tool:/1"}
     of_f = [{"p": 1}, {"q": 1}, {"r": {"p": 1}}]
     of_all, of_none = ({"n": {"s": {"$ref": place}}} for place in ("#", "#/items"))
-    for parameters, names in (*((one, ["f"]) for one in of_f), (of_all, ["f", "h", "i"]), (of_none, [])):
+    for parameters, names in (*((one, ["f"]) for one in of_f), (of_all, ["f", "h", "i"]), (of_none, []), (5, [])):
         calls = [[{"name": name, "parameters": parameters}] for name in "fhi"]
         assert [call[0]["name"] for call in calls if Draft202012Validator(schema).is_valid(call)] == names
     with pytest.raises(SamplingParamsError, match=r"`tools`: .* name one tool"):
