@@ -60,10 +60,9 @@ class AnswerFormat(ABC):
         self._head = {"id": f"{self.id_prefix}-{self.request_id}", "created": int(time.time()), "model": self.model}
         self._offsets, self._added = dict[int, int](), defaultdict[int, TokenTexts](self.adding or (lambda: self.texts))
 
-    def opening(self, choice: int, prompt: int, more: Fields) -> bytes:
-        """The event before the first token of a choice for a prompt; empty if the format has none."""
-        del choice, prompt, more
-        return b""
+    @abstractmethod
+    def opening(self, choice: int, delta: CompletionOutput, prompt: int, output: RequestOutput, more: Fields) -> bytes:
+        """The event of a choice's first tokens, after any that comes before them; one of them tells of the prompt."""
 
     def event(self, choice: int, delta: CompletionOutput, more: Fields) -> bytes:
         """The event of new tokens of a choice."""
@@ -77,9 +76,7 @@ class AnswerFormat(ABC):
         """The whole answer: one output per prompt."""
         choices, of_prompt = [], dict[str, Any]()
         for index, output in enumerate(outputs):
-            of_prompt = {"prompt_token_ids": output.prompt_token_ids} if self.with_token_ids else {}
-            if self.num_prompt_logprobs is not None:
-                of_prompt["prompt_logprobs"] = self._prompt_logprobs(output, self.num_prompt_logprobs)
+            of_prompt = self._of_prompt(output)
             for sample in output.outputs:
                 if self.echo is not None:
                     sample = self._after_prompt(output, sample, self.echo[index])
@@ -88,17 +85,20 @@ class AnswerFormat(ABC):
         tail = {} if self.prompt_ids_in_choices else of_prompt
         return to_json(self._head | {"object": self.whole_type, "choices": choices, "usage": usage} | tail)
 
-    def _prompt_logprobs(self, output: RequestOutput, count: int) -> list[dict[str, Any] | None]:
-        """Those of the prompt's tokens, in vLLM's form; only alternatives have a rank."""
-        return [
-            None
-            if entry is None
-            else {
-                str(i): {"logprob": _finite(p), "rank": rank, "decoded_token": self.texts(i)}
-                for rank, (i, p) in ((None, (entry.token_id, entry.logprob)), *enumerate(entry.top[:count], 1))
-            }
-            for entry in output.prompt_logprobs or ()
-        ]
+    def _of_prompt(self, output: RequestOutput) -> dict[str, Any]:
+        """What was asked of the prompt; log-probabilities in vLLM's form, where only alternatives have a rank."""
+        fields: dict[str, Any] = {"prompt_token_ids": output.prompt_token_ids} if self.with_token_ids else {}
+        if (count := self.num_prompt_logprobs) is not None:
+            fields["prompt_logprobs"] = [
+                None
+                if entry is None
+                else {
+                    str(i): {"logprob": _finite(p), "rank": rank, "decoded_token": self.texts(i)}
+                    for rank, (i, p) in ((None, (entry.token_id, entry.logprob)), *enumerate(entry.top[:count], 1))
+                }
+                for entry in output.prompt_logprobs or ()
+            ]
+        return fields
 
     def _after_prompt(self, output: RequestOutput, sample: CompletionOutput, text: str) -> CompletionOutput:
         logprobs = sample.logprobs
@@ -134,11 +134,13 @@ class CompletionFormat(AnswerFormat):
     whole_type = event_type = "text_completion"
     prompt_ids_in_choices = True
 
-    def opening(self, choice: int, prompt: int, more: Fields) -> bytes:
-        """The event of the prompt, if it is to be written."""
+    def opening(self, choice: int, delta: CompletionOutput, prompt: int, output: RequestOutput, more: Fields) -> bytes:
+        """The event of a choice's first tokens, after that of the prompt, if it is to be written."""
+        fields, of_prompt = self._choice(choice, delta, streamed=True), self._of_prompt(output)
         if self.echo is None:
-            return b""
-        return self.event(choice, CompletionOutput(choice, self.echo[prompt], (), None, None), more)
+            return self._event([fields | of_prompt], more)
+        echo = self._choice(choice, CompletionOutput(choice, self.echo[prompt], (), None, None), streamed=True)
+        return self._event([echo | of_prompt], more) + self._event([fields], more)
 
     def _said(self, choice: int, output: CompletionOutput, *, streamed: bool) -> tuple[Fields, str | None]:
         del choice, streamed
@@ -182,11 +184,11 @@ class ChatFormat(AnswerFormat):
         super().__post_init__()
         self._parsers = None if self.call_parser is None else defaultdict[int, ToolCallParser](self.call_parser)
 
-    def opening(self, choice: int, prompt: int, more: Fields) -> bytes:
-        """The event that names the speaker."""
+    def opening(self, choice: int, delta: CompletionOutput, prompt: int, output: RequestOutput, more: Fields) -> bytes:
+        """The event of a choice's first tokens, after the one that names the speaker."""
         del prompt
-        delta = {"role": "assistant", "content": ""}
-        return self._event([{"index": choice, "delta": delta, "logprobs": None, "finish_reason": None}], more)
+        said = {"index": choice, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
+        return self._event([said], {**more, **self._of_prompt(output)}) + self.event(choice, delta, more)
 
     def _said(self, choice: int, output: CompletionOutput, *, streamed: bool) -> tuple[Fields, str | None]:
         reason: str | None = output.finish_reason

@@ -139,9 +139,7 @@ class Generation:
         options = request.stream_options or protocol.StreamOptions()
         always = options.include_usage and options.continuous_usage_stats
         more: Fields = {"usage": None} if options.include_usage else {}
-        num_samples = request.n or 1
-        opened: set[int] = set()
-        ended: set[int] = set()
+        opened, ended, num_samples = set[int](), set[int](), request.n or 1
         async with self._serve(request, OutputKind.DELTA, tally) as outputs:
             async for index, output in outputs:
                 tally.cached_tokens[index] = output.num_cached_tokens
@@ -152,13 +150,13 @@ class Generation:
                     tally.output_tokens += len(delta.token_ids)
                     if always:
                         more = {"usage": tally.usage}
-                    if choice not in opened:
-                        opened.add(choice)
-                        if opening := written.opening(choice, index, more):
-                            yield opening
                     if delta.finish_reason:
                         ended.add(choice)
-                    yield written.event(choice, delta, more)
+                    if choice in opened:
+                        yield written.event(choice, delta, more)
+                    else:
+                        opened.add(choice)
+                        yield written.opening(choice, delta, index, output, more)
         if options.include_usage:
             yield written.usage_event({"usage": tally.usage})
 

@@ -50,7 +50,8 @@ def answer(engine: Engine, prompt: str | list[int], **params: object) -> Request
 
 @pytest.mark.parametrize("prompt", ["The sea", [5, 17, 300, 8]], ids=["text", "ids"])
 def test_a_completion_is_the_engines(complete: Create, alone: Engine, prompt: str | list[int]) -> None:
-    completion = complete(prompt=prompt, max_tokens=12, temperature=0, extra_body={"return_token_ids": True})
+    ask = partial(complete, prompt=prompt, max_tokens=12, temperature=0, extra_body={"return_token_ids": True})
+    completion = ask()
     (choice,) = completion.choices
     expected = answer(alone, prompt, max_tokens=12)
     assert choice.text == expected.outputs[0].text
@@ -59,6 +60,9 @@ def test_a_completion_is_the_engines(complete: Create, alone: Engine, prompt: st
     assert (choice.finish_reason, completion.model) == ("length", MODEL)
     assert completion.usage.prompt_tokens == len(expected.prompt_token_ids)
     assert completion.usage.total_tokens == len(expected.prompt_token_ids) + 12
+    for echo in (False, True):
+        first, *others = [event.choices[0].model_extra.get("prompt_token_ids") for event in ask(stream=True, echo=echo)]
+        assert (first, set(others)) == (choice.prompt_token_ids, {None})
 
 
 def test_without_max_tokens_a_completion_has_sixteen_or_ends_at_the_models_limit(served: Served) -> None:
@@ -169,15 +173,14 @@ def test_a_template_is_compiled_once_and_rendered_off_the_loop(chat: Create, mon
 
 
 def test_a_chat_streams(chat: Create) -> None:
-    options = {"max_completion_tokens": 8, "n": 2, "seed": 6}
-    pieces = {0: "", 1: ""}
-    roles = []
+    options = {"max_completion_tokens": 8, "n": 2, "seed": 6, "extra_body": {"return_token_ids": True}}
+    pieces, roles, whole = {0: "", 1: ""}, [], chat(**options)
     for chunk in chat(**options, stream=True, stream_options={"include_usage": True}):
         for choice in chunk.choices:
             pieces[choice.index] += choice.delta.content or ""
-            roles += [choice.delta.role] if choice.delta.role else []
-    assert roles == ["assistant"] * 2
-    assert list(pieces.values()) == [choice.message.content for choice in chat(**options).choices]
+            roles += [(choice.delta.role, chunk.prompt_token_ids)] if choice.delta.role else []
+    assert roles == [("assistant", whole.prompt_token_ids)] * 2
+    assert list(pieces.values()) == [choice.message.content for choice in whole.choices]
     assert chunk.usage.completion_tokens == 16
 
 

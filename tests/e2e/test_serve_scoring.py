@@ -4,6 +4,7 @@ import importlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -32,9 +33,8 @@ def exact(model: Model, ids: list[int]) -> torch.Tensor:
 def test_echo_writes_the_prompt_and_its_logprobs(scoring: Served, model: Model) -> None:
     texts = ["A fox;<|eos|> it sleeps", "The dog"]
     ids = [ids_of(scoring, text, special=True) for text in texts]
-    answer = scoring.client().completions.create(
-        model=MODEL, prompt=texts, max_tokens=3, echo=True, logprobs=2, temperature=0, n=2
-    )
+    create: Any = scoring.client().completions.create
+    answer = create(model=MODEL, prompt=texts, max_tokens=3, echo=True, logprobs=2, temperature=0, n=2)
     (few,) = scoring.complete(prompt=ids[1], max_tokens=1, echo=True, logprobs=0, prompt_logprobs=2)["choices"]
     assert {len(top) for top in few["logprobs"]["top_logprobs"][1:]} == {1}
     (more,) = scoring.complete(prompt=ids[1], max_tokens=1, echo=True, logprobs=4, prompt_logprobs=1)["choices"]
@@ -47,11 +47,6 @@ def test_echo_writes_the_prompt_and_its_logprobs(scoring: Served, model: Model) 
         prompt = choice.index // 2
         assert choice.text.startswith(texts[prompt])
         logprobs = choice.logprobs
-        assert logprobs is not None
-        assert logprobs.tokens is not None
-        assert logprobs.token_logprobs is not None
-        assert logprobs.top_logprobs is not None
-        assert logprobs.text_offset is not None
         assert len(logprobs.tokens) == len(ids[prompt]) + 3
         assert logprobs.token_logprobs[0] is None
         assert logprobs.top_logprobs[0] is None
@@ -63,7 +58,6 @@ def test_echo_writes_the_prompt_and_its_logprobs(scoring: Served, model: Model) 
         assert logprobs.text_offset[:2] == [0, 0]
         for token, start in zip(logprobs.tokens[1:], logprobs.text_offset[1:], strict=True):
             assert "\ufffd" in token or choice.text.startswith(token, start)
-    assert answer.usage is not None
     assert answer.usage.completion_tokens == 12
 
 
