@@ -29,8 +29,8 @@ class ServeSettings:
     api_key: str | None = setting(
         None,
         "Key that every request but /health must carry, as `Authorization: Bearer KEY`.",
-        wanted="printable ASCII characters, at least one",
-        holds=lambda key: key.isascii() and key.isprintable() and key != "",
+        wanted="printable ASCII characters, at least one and no space around them",
+        holds=lambda key: key.isascii() and key.isprintable() and key.strip() == key != "",
         secret=True,
     )
     max_connections: int = setting(4096, "Most open connections; more get 503. Each needs a descriptor.", minimum=1)

@@ -391,6 +391,7 @@ async def test_the_warm_up_leaves_nothing_behind(max_model_len: int) -> None:
         ({"port": 65536}, "port must be between 0 and 65535, got 65536"),
         ({"api_key": ""}, "api_key must be printable ASCII"),
         ({"api_key": "\u00fc"}, "api_key must be printable ASCII"),
+        ({"api_key": " s3cret"}, "api_key must be printable ASCII characters, .* no space around them"),
         ({"max_queue_len": 0}, "max_queue_len must be an integer of at least 1, got 0"),
         ({"write_timeout_s": 1e6}, "write_timeout_s must be a number of seconds from 0 to 86400"),
         ({"max_body_bytes": 0}, "max_body_bytes must be an integer of at least 1, got 0"),
