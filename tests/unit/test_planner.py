@@ -292,7 +292,7 @@ def test_the_rate_for_ordering_prompts_follows_the_plans() -> None:
 def test_a_large_chunk_weighs_more_in_the_prefill_rate_than_a_small_one() -> None:
     mixed = planner("mixed")
     for _ in range(100):
-        plans = [mixed.plan(load_of(decoding(64), tokens)) for tokens in (16, 4000)]
+        plans = [mixed.plan(load_of(decode, tokens)) for decode, tokens in ((decoding(64), 16), (None, 4000))]
     tokens, ms = (sum(of) for of in zip(*((p.chunk_tokens, p.decode_ms or 0.0) for p in plans), strict=True))
     assert mixed.prefill_ms_per_token == pytest.approx(ms / tokens, rel=0.1)
     assert mixed.prefill_ms_per_token < sum((p.decode_ms or 0.0) / p.chunk_tokens for p in plans) / 4

@@ -212,9 +212,9 @@ class TestAuto:
         paid = auto.plan(load)
         assert (paid.policy, paid.decode) == ("mixed", True)
         first = next(option for option in paid.options if option.interval_ms == math.inf)
-        for policy in ("mixed", "split"):
+        for policy, share in (("mixed", 1.0), ("split", TUNING.lane_share)):
             beside = max((o for o in paid.options if o.policy == policy), key=lambda o: o.throughput)
-            slower = 1.01 * beside.throughput / (TUNING.beside_gain * first.throughput)
+            slower = 1.01 * share * beside.throughput / (TUNING.beside_gain * first.throughput)
             correct(auto, policy, steps=slower, slices=slower)
         plan = auto.plan(load)
         assert (plan.policy, plan.decode, plan.bound) == ("solo", False, "throughput")
