@@ -61,12 +61,12 @@ def read_request(
     own = {name: value for name, value in _given(request, _SAME_NAMES) if value is not None}
     if "seed" in own:
         own["seed"] %= 2**63  # as on the server: the API's seeds may be negative
-    stop_ids = dict.fromkeys(i for _, ids in _given(request, _STOP_TOKENS) for i in ids or ())
-    structured = _structured_outputs((request.get("sampling_options") or {}).get("guided_decoding"))
-    room = {"max_tokens": max(max_model_len - len(prompt), 1)}
-    return prompt, SamplingParams(
-        **{**room, **defaults, **own}, stop_token_ids=tuple(stop_ids), structured_outputs=structured
-    )
+    own["stop_token_ids"] = tuple(dict.fromkeys(i for _, ids in _given(request, _STOP_TOKENS) for i in ids or ()))
+    own["structured_outputs"] = _structured_outputs((request.get("sampling_options") or {}).get("guided_decoding"))
+    room = max(max_model_len - len(prompt), 1)
+    # As on the server, min_tokens raises the default.
+    limit = min(max(defaults.get("max_tokens", room), own.get("min_tokens", 1)), room)
+    return prompt, SamplingParams(**{**defaults, "max_tokens": limit, **own})
 
 
 def _given(request: Message, wanted: Mapping[str, Sequence[str]]) -> Iterator[tuple[str, Any]]:

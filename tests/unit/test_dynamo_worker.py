@@ -63,8 +63,8 @@ def read(request: dict[str, Any], **defaults: Any) -> SamplingParams:
 
 def test_what_a_request_leaves_open_comes_from_the_model() -> None:
     assert read(REQUEST) == SamplingParams(max_tokens=97, stop_token_ids=(257,))
-    assert read(REQUEST, temperature=0.3, max_tokens=9).max_tokens == 9
-    assert read(REQUEST, temperature=0.3).temperature == 0.3
+    assert read(REQUEST, top_k=3, max_tokens=9) == SamplingParams(top_k=3, max_tokens=9, stop_token_ids=(257,))
+    assert read(with_fields(stop_conditions={"min_tokens": 20}), max_tokens=9).max_tokens == 20
     params = read(with_fields(sampling_options={"temperature": 0.0}, stop_conditions={"max_tokens": 5}), temperature=2)
     assert (params.temperature, params.max_tokens) == (0, 5)
 
