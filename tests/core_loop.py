@@ -239,7 +239,7 @@ class CoreLoop:
                 alone = alone[: len(completion.token_ids)]
             assert list(completion.token_ids) == alone
             metrics = self.outputs[name].metrics
-            times_s = (metrics.arrival_s, *metrics.token_times_s)
+            times_s = (metrics.arrival_s, metrics.first_scheduled_s or metrics.arrival_s, *metrics.token_times_s)
             assert list(times_s) == sorted(times_s)
             # Each token takes as long as weights are read, but the host may see two at once.
             assert times_s[-1] - times_s[0] >= 0.003 * len(metrics.token_times_s)

@@ -149,7 +149,7 @@ def test_captures_of_a_busy_engine_take_their_share_and_all_come_about() -> None
     assert executor.num_missing_graphs == 0
     assert all(capture.busy for capture in captures), "the device works on what was launched before"
     span_s = captures[-1].end_s - captures[0].start_s
-    assert sum(c.end_s - c.start_s for c in captures[:-1]) <= 1.01 * PREPARE_SHARE * span_s
+    assert 0.9 <= sum(c.end_s - c.start_s for c in captures[:-1]) / (PREPARE_SHARE * span_s) <= 1.01
 
 
 TPOT_MS = 1.3 * MODEL.decode(8, 8 * 300).ms
