@@ -71,7 +71,7 @@ def test_sizes_between_measured_ones_are_interpolated(sms: int) -> None:
 
 
 def test_between_two_sizes_only_what_both_have_is_measured() -> None:
-    places = ((None, 4), (None, 64), (32, 64), (64, 256))  # few rows on the whole GPU show their time on a part of it
+    places = ((None, 4), (None, 64), (32, 64), (64, 2), (64, 256))  # few rows on the whole GPU tell of a part
     model = with_points("decode", {ProfilePoint("decode", sms, rows, 1000): [(9.0,)] for sms, rows in places})
     assert [rows for rows in (2, 8, 64, 128, 256) if model.decode(rows, rows * 1000, 48).measured] == [8, 64]
 
@@ -80,6 +80,8 @@ def test_a_row_measured_at_one_depth_takes_the_slope_of_the_nearest_and_no_row_f
     points = [(64, 0, 2.0), (64, 1000, 2.5), (1024, 0, 10.0), (1024, 1000, 26.0), (512, 0, 6.0)]
     assert fill_surface(points, lambda x, _: x, xs=())(512, 1000) == pytest.approx(6.0 + 16.0 * 512 / 1024)
     assert fill_surface([(64, 1000, 1.0), (64, 2000, 10.0)], lambda x, _: x, xs=[128])(64, 0) == 0.25
+    # What falls with the depth is noise.
+    assert fill_surface([(64, 1000, 12.0), (64, 2000, 10.0)], lambda x, _: x, xs=[128])(128, 0) == 24.0
 
 
 def test_prefill_pays_for_the_pairs_it_has() -> None:
@@ -96,6 +98,8 @@ def test_mixed_takes_context_and_cached_prefix_into_account() -> None:
     assert predicted == pytest.approx(perf_tables.mixed_ms(700, 100, 3000) + 700 * 2000 * 1.165e-6, rel=0.03)
     later = MODEL.mixed(700, attention_pairs(700, 32_000), 100, 100 * 3000).ms
     assert later - predicted == pytest.approx(700 * 30_000 * 1.165e-6, rel=0.03)
+    brief = with_points("mixed", {ProfilePoint("mixed", None, 64, 1000, 448): [(0.8,)]})
+    assert brief.mixed(448, 0.0, 64, 0).ms == pytest.approx(0.2), "attention takes three quarters at most"
     # Without decode rows it is nearly a prefill.
     assert MODEL.mixed(2048, PAIRS, 0, 0).ms == pytest.approx(MODEL.prefill(2048, PAIRS).ms, rel=0.05)
 
@@ -227,20 +231,16 @@ def test_groups_of_split_points_are_told_apart() -> None:
 
 
 def test_chunks_follow_measured_rates_where_there_are_enough_and_else_the_waves() -> None:
-    assert MODEL.wave_chunk_tokens(2048) == 2048
-    assert MODEL.wave_chunk_tokens(2000) == 1984
-    assert MODEL.wave_chunk_tokens(30) == 30
+    assert [MODEL.wave_chunk_tokens(most) for most in (2048, 2000, 30)] == [2048, 1984, 30]
     # A size measured to be slow is not taken.
     prefill = {p: median_ms(repeats) for p, repeats in H200.points.items() if p.kind == "prefill"}
-    points = {
-        p: [(ms * 1.5 if (p.tokens, p.sms) == (4096, None) else ms,)]
-        for p, (ms,) in prefill.items()
-        if p.tokens <= 4096 or p.sms is not None
-    }
-    assert with_points("prefill", points).wave_chunk_tokens(4096) == 2048
+    known = {p: [ms] for p, ms in prefill.items() if p.tokens <= 4096 or p.sms is not None}
+    slow = {p: [(1.5 * ms,)] for p, ((ms,),) in known.items() if (p.tokens, p.sms) == (4096, None)}
+    assert with_points("prefill", known | slow).wave_chunk_tokens(4096) == 2048
     # Too little was measured.
-    few = {p: [ms] for p, ms in list(prefill.items())[:2]}
-    assert with_points("prefill", few).wave_chunk_tokens(2000, 96) == 1536
+    two, three = (with_points("prefill", {p: [ms] for p, ms in list(prefill.items())[:n]}) for n in (2, 3))
+    assert [two.wave_chunk_tokens(2000, sms) for sms in (None, 96)] == [1984, 1536]
+    assert three.wave_chunk_tokens(2000) == 256
     assert MODEL.wave_chunk_tokens(700, 40) == 640
 
 

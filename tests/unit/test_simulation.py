@@ -389,10 +389,10 @@ def test_a_launch_costs_the_host_time_that_the_device_uses() -> None:
 def test_prompts_that_take_the_device_longer_than_the_host_are_launched_layer_by_layer() -> None:
     device = SimulatedExecutor(FakeModel(), eager_layer_ms=2)
     least = 2 * NUM_LAYERS
-    captured, eager = (device.launch(prefill_step(tokens), on("decode")) for tokens in (least, least + 1))
-    assert device.now() == pytest.approx(least / 1e3)
-    assert finish_ms(device, captured) == pytest.approx(least)
-    assert finish_ms(device, eager) == pytest.approx(2 * least + 1)
+    work = ((least, NUM_LAYERS), (least + 1, NUM_LAYERS // 2))
+    captured, eager = (device.launch(prefill_step(n), on("decode", layers=(0, layers))) for n, layers in work)
+    assert device.now() == pytest.approx(least / 2e3)
+    assert [finish_ms(device, one) for one in (captured, eager)] == pytest.approx([least, least + (least + 1) / 2])
 
 
 @pytest.mark.parametrize(
