@@ -66,9 +66,8 @@ def test_a_completion_is_the_engines(complete: Create, alone: Engine, prompt: st
 
 
 def test_without_max_tokens_a_completion_has_sixteen_or_ends_at_the_models_limit(served: Served) -> None:
-    for prompt_tokens, output_tokens in ((2, 16), (250, 6)):
-        usage = served.complete(prompt=[1] * prompt_tokens, temperature=0)["usage"]
-        assert usage["completion_tokens"] == output_tokens
+    for given, made in ((2, 16), (250, 6)):
+        assert served.complete(prompt=[1] * given, temperature=0)["usage"]["completion_tokens"] == made
 
 
 def test_several_prompts_and_samples_are_numbered_in_order(complete: Create, alone: Engine) -> None:
@@ -97,11 +96,12 @@ def test_a_stream_has_an_event_a_token_and_its_usage(served: Served, complete: C
     assert (last.choices, last.usage.completion_tokens) == ([], 9)
     assert {chunk.id for chunk in tokens} == {last.id}
     body = {"prompt": [1, 2], "max_tokens": 3, "stream": True}
-    body["stream_options"] = options | {"continuous_usage_stats": True, "include_obfuscation": False}
-    text = served.post("/v1/completions", **body).text
-    events = [line.removeprefix("data: ") for line in text.splitlines() if line]
-    assert events.pop() == "[DONE]"
-    assert [json.loads(event)["usage"]["completion_tokens"] for event in events] == [1, 2, 3, 3]
+    for included, counts in ((options, [1, 2, 3, 3]), ({}, [None] * 3)):
+        body["stream_options"] = included | {"continuous_usage_stats": True, "include_obfuscation": False}
+        lines = served.post("/v1/completions", **body).text.splitlines()
+        *events, done = (line.removeprefix("data: ") for line in lines if line)
+        usages = [json.loads(event).get("usage", {"completion_tokens": None}) for event in events]
+        assert ([usage["completion_tokens"] for usage in usages], done) == (counts, "[DONE]")
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -122,15 +122,15 @@ def test_a_stop_token_ends_the_output_and_is_part_of_it(token_ids: list[int], pa
 
 
 @pytest.mark.parametrize("kind", [OutputKind.CUMULATIVE, OutputKind.DELTA])
-@pytest.mark.parametrize("stop", ["zzzz", "\ufffd"])  # the text that an abort releases is not searched
-def test_an_abort_releases_what_was_held_back(kind: OutputKind, stop: str) -> None:
+@pytest.mark.parametrize(("stop", "shown"), [("zzzz", "abc"), ("\ufffd", "abcdef")])  # an abort's text is not searched
+def test_an_abort_releases_what_was_held_back(kind: OutputKind, stop: str, shown: str) -> None:
     sample = make_sample(["abcdef", "~"], SamplingParams(stop=stop))
     sample.append(0, None)
     first = sample.report(kind).text
     sample.append(1, None)
     sample.finish("abort")
     last = sample.report(kind)
-    assert (first + last.text if kind is OutputKind.DELTA else last.text) == "abcdef\ufffd"
+    assert (first, first + last.text if kind is OutputKind.DELTA else last.text) == (shown, "abcdef\ufffd")
     assert last.finish_reason == "abort"
 
 

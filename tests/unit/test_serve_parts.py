@@ -20,7 +20,7 @@ from bullet_graph.serve.errors import ApiError
 from bullet_graph.serve.formats import ChatFormat, CompletionFormat, token_texts
 from bullet_graph.serve.generation import Generation
 from bullet_graph.serve.limits import Drained, Gate, LimitMiddleware
-from bullet_graph.serve.metrics import ServerMetrics
+from bullet_graph.serve.metrics import LIVE_WINDOW_S, ServerMetrics
 from bullet_graph.serve.protocol import _HARMLESS, ChatCompletionRequest, CompletionRequest
 from bullet_graph.serve.settings import ServeSettings
 from bullet_graph.serve.tools import FORMATS, ToolCallParser
@@ -43,7 +43,7 @@ def gate(max_queue_len: int, *, waiting: int = 0, clock: Clock | None = None, de
 
 
 def test_the_gate_counts_sequences_until_the_engine_has_them_and_while_they_wait_there() -> None:
-    full = gate(4, waiting=1)
+    full = gate(9, waiting=1)
     with full.enter(2) as hand_over, full.enter(7):  # the queue has room for one more request, however large
         assert (full.num_inside, full.num_waiting) == (2, 10)
         hand_over(1)
@@ -61,7 +61,7 @@ def test_when_to_come_back_follows_the_requests_that_ended_lately() -> None:
     assert busy.retry_after_s() == 1
     for _ in range(10):
         with busy.enter(1):
-            clock.now_s += 4.0
+            clock.now_s += 4.4
     assert busy.retry_after_s() == 4
     clock.now_s += 10_000
     assert busy.retry_after_s() == 60
@@ -196,8 +196,7 @@ def test_whatever_the_text_an_event_is_json(text: str, model: str) -> None:
     for written in (CompletionFormat, ChatFormat):
         form = written(model, token_texts(None), with_token_ids=True, request_id="7")
         event = form.event(3, CompletionOutput(0, text, (5,), None, None), {"usage": {"total_tokens": 3}})
-        assert event.endswith(b"\n\n")
-        assert event.count(b"\n") == 2
+        assert (event[-2:], event.count(b"\n")) == (b"\n\n", 2)
         fields = json.loads(event.removeprefix(b"data: "))
         (choice,) = fields["choices"]
         assert (choice["index"], choice["token_ids"], fields["model"]) == (3, [5], model)
@@ -228,8 +227,7 @@ def test_bytes_of_a_token_are_told_unless_it_is_part_of_a_character() -> None:
 @pytest.mark.parametrize(("end", "reason"), [("}}", "tool_calls"), ("}", "tool_calls"), ("", "stop")])
 def test_arguments_that_a_stop_string_cuts_are_no_whole_call(end: str, reason: str) -> None:
     form = ChatFormat("m", str, "7", call_parser=lambda: ToolCallParser(FORMATS["llama3_json"]))
-    text = '{"name": "f", "parameters": {"a": 1' + end
-    event = form.event(0, CompletionOutput(0, text, (1,), None, "stop"), {})
+    event = form.event(0, CompletionOutput(0, '{"name": "f", "parameters": {"a": 1' + end, (1,), None, "stop"), {})
     assert json.loads(event.removeprefix(b"data: "))["choices"][0]["finish_reason"] == reason
 
 
@@ -286,10 +284,11 @@ def test_a_huge_wrong_body_is_refused_in_little_time_and_few_words(body: dict[st
 
 
 async def test_a_body_in_parts_is_held_no_longer_than_its_request() -> None:
-    limits = LimitMiddleware(AsyncMock(), ServeSettings(served_model_name="m"), Drained())
-    parts = [{"type": "http.request", "body": b"x" * 5, "more_body": more} for more in (True, False)]
-    await limits({"type": "http", "path": "/", "headers": [], "method": "POST"}, AsyncMock(side_effect=parts), Mock())
-    assert limits._held_bytes == 0
+    limits = LimitMiddleware(AsyncMock(), ServeSettings(served_model_name="m", max_body_bytes=10), Drained())
+    for size in (5, 6):  # the second is refused
+        parts = [{"type": "http.request", "body": b"x" * size, "more_body": more} for more in (True, False)]
+        await limits({"type": "http", "headers": []}, AsyncMock(side_effect=parts), AsyncMock())
+        assert limits._held_bytes == 0
 
 
 def test_requests_without_targets_say_nothing_of_attainment() -> None:
@@ -306,6 +305,7 @@ def test_figures_leave_out_the_warm_up_and_prometheus_gets_seconds() -> None:
     metrics = ServerMetrics("m", engine, Mock(num_waiting=5), None)
     counters = dict(zip(names, (11, 22, 33, 44), strict=True))
     engine.stats = replace(engine.stats, predicted_ttft_ms=250.0, kv_blocks_peak=75, **counters)
+    metrics._recent.append((time.monotonic() - 1.01 * LIVE_WINDOW_S, 9.0, 9.0))
     metrics.finished(Mock(metrics=Mock(ttft_ms=1.0, e2e_ms=2.0, tpot_ms=1.0), slo=NO_TARGETS))
     live, told = metrics.live(), {s.name[13:]: s.value for family in metrics.collect() for s in family.samples}
     grown = {"prompt_tokens": 10, "generation_tokens": 20, "prefix_cache_queries": 30, "prefix_cache_hits": 40}
