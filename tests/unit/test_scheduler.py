@@ -183,8 +183,8 @@ def test_no_step_is_launched_for_tokens_beyond_max_tokens_or_max_model_len() -> 
 @pytest.mark.parametrize("depth", [1, 2, 3])
 def test_the_last_to_come_is_preempted_and_loses_nothing(policy: str, depth: int) -> None:
     loop = Loop(policy, spare_blocks=2, depth=depth)
-    for _ in range(4):
-        loop.add(8, max_tokens=MAX_MODEL_LEN - 8)
+    for scored in (None, 0, None, 0):
+        loop.add(8, max_tokens=MAX_MODEL_LEN - 8, prompt_logprobs=scored)
     num_preempted = 0
     while loop.unfinished:
         ran = [s for s in loop.sequences if s.status is Status.RUNNING]
@@ -254,9 +254,10 @@ def test_admission_keeps_a_block_back_for_each_running_sequence() -> None:
     assert loop.pool.num_free == 6
     wide = loop.add(20, max_tokens=10)
     loop.launch()
-    assert loop.pool.num_free == 5
-    assert wide.status is Status.WAITING
+    assert (loop.pool.num_free, wide.status) == (5, Status.WAITING)
     loop.drain()
+    first, _ = (loop.add(20, max_tokens=1) for _ in range(2))
+    assert loop.scheduler.prompts(0.0, 0.0) == [first], "five blocks are left for the second, of which one is kept back"
 
 
 @pytest.mark.parametrize("policy", ["serial", "mixed", LANES_AT_ONCE])
@@ -273,8 +274,7 @@ def test_blocks_before_the_window_are_given_back(policy: str, depth: int) -> Non
     # The window, the tokens in flight, and a block that is begun at either end.
     assert loop.pool.num_used <= -(-(5 + depth) // BLOCK_TOKENS) + 1
     loop.drain()
-    assert loop.scheduler.num_preemptions == 0
-    assert loop.pool.peak_used == 4
+    assert (loop.scheduler.num_preemptions, loop.pool.peak_used) == (0, 4)
 
 
 def first_step(params: SamplingParams, stop_token_ids: frozenset[int]) -> Step:
