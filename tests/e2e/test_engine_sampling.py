@@ -154,7 +154,7 @@ def assert_scored(model: Model, prompt: Sequence[int], output: RequestOutput, co
 def test_every_token_of_a_prompt_is_scored(model: Model, expected: list[tuple[int, ...]], policy: str) -> None:
     greedy = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
     scored = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, prompt_logprobs=3, logprobs=1)
-    params = [scored, scored, SCORE, greedy, scored, SCORE]
+    params = [SCORE, scored, scored, greedy, scored, SCORE]
     with make(model, policy, max_num_seqs=4) as engine:
         outputs = engine.generate(PROMPTS, params, use_tqdm=False)
     for prompt, output, asked, tokens in zip(PROMPTS, outputs, params, expected, strict=True):
