@@ -123,7 +123,7 @@ def _read_texts(texts: tuple[str, ...], ids: tuple[Any, ...], prompt_file: Path 
 
 def _decode(content: bytes, source: str) -> str:
     try:
-        return content.decode("utf-8")
+        return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise PromptError(f"{source}: a prompt must be UTF-8 text ({error})") from error
 

@@ -251,11 +251,11 @@ def test_ids_are_streamed_where_there_is_no_tokenizer() -> None:
 
 def test_text_from_every_source(model: Model, expected_text: str, tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.txt"
-    prompts.write_text("\nThe dog\n   \n", encoding="utf-8")
+    prompts.write_text("\nThe dog\n   \n", encoding="utf-8-sig")
     for result in (
         of_model(model, "--prompt", "The dog"),
         of_model(model, "--prompt-file", str(prompts)),
-        of_model(model, stdin=b"The dog\n"),
+        of_model(model, stdin=b"\xef\xbb\xbfThe dog\n"),
     ):
         assert result.exit_code == 0, result.output
         assert result.stdout == f"{expected_text}\n"
