@@ -195,10 +195,10 @@ def test_servers_that_cannot_be_measured(served: Served, other: CompletionsServe
     assert "GET http://127.0.0.1:1/v1/models must list" in refused(against("http://127.0.0.1:1", trace))
     assert "401" in refused(against(served.url, trace))
     assert "--base-url must be such as" in refused(against("localhost:8000", trace))
+    assert "correct the URL" in refused(against("http://[::1:8000", trace))
     assert "give --model" in refused(against(other.url, trace))
     assert "unknown model 'nonesuch'" in refused(against(other.url, trace, "--model", "nonesuch"))
     too_long = write_trace(tmp_path, (600, 2))
     message = refused(against(served.url, too_long, "--api-key", "k", "--num-warmups", "0"))
     assert "none of the 1 requests" in message
-    message = refused(against(served.url, too_long, "--api-key", "k"))  # already by the warm-up
-    assert "none of the 2 requests" in message
+    assert "none of the 2 requests" in refused(against(served.url, too_long, "--api-key", "k"))  # by the warm-up

@@ -5,13 +5,13 @@ import dataclasses
 import gc
 import itertools
 import math
+import re
 import sys
 import time
 from collections.abc import Callable, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import click
 
@@ -383,8 +383,8 @@ def serve(
 
 def _api_url(base_url: str) -> str:
     """The URL up to ``/v1``."""
-    parts = urlsplit(base_url)
-    if parts.scheme not in ("http", "https") or not parts.netloc:
+    match = re.fullmatch(r"(?i)https?://[^/?#]+(?P<path>[^?#]*).*", base_url)
+    if match is None:
         raise ConfigError(f"--base-url must be such as http://127.0.0.1:8000, got {base_url!r}")
     url = base_url.rstrip("/")
-    return url if parts.path.rstrip("/") else f"{url}/v1"
+    return url if match["path"].rstrip("/") else f"{url}/v1"
