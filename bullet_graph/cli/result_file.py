@@ -127,7 +127,7 @@ def write_result_file(path: Path, content: str | bytes) -> None:
     """
     try:
         with draft_of(path) as draft:
-            draft.write_bytes(content if isinstance(content, bytes) else f"{content}\n".encode())
+            draft.write_bytes(content if isinstance(content, bytes) else f"{content}\n".encode(errors="replace"))
     except OSError as error:
         printed = ""
         if isinstance(content, str):

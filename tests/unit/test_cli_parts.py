@@ -154,15 +154,15 @@ def test_result_file_is_written_whole_or_not_at_all(
 ) -> None:
     path = tmp_path / "result.json"
     path.write_text("old")
-    write_result_file(path, "{}")
-    assert path.read_text() == "{}\n"
+    write_result_file(path, "{}\udcff")
+    assert path.read_text() == "{}?\n"
     monkeypatch.setattr(Path, "replace", lambda *_: (_ for _ in ()).throw(OSError(28, "disk full")))
     with pytest.raises(ConfigError, match=r"result.json cannot be written \(disk full\); what it would hold"):
         write_result_file(path, "other")
     with pytest.raises(ConfigError, match=r"\(disk full\)$"):
         write_result_file(path, b"a picture")
     assert capsys.readouterr().out == "other\n"
-    assert path.read_text() == "{}\n"
+    assert path.read_text() == "{}?\n"
     assert list(tmp_path.iterdir()) == [path]
     with pytest.raises(ValueError, match="JSON"):
         to_json({"figure": float("nan")})
