@@ -12,22 +12,16 @@ from typing import Any
 
 import click
 
-from bench.fleet.divided import Link, balanced, best_split, decode, prefill
+from bench.fleet.divided import Link, balanced, best_split, decode, prefill, require_both_kinds
 from bench.fleet.shared import Fleet, Outcome, RouterName, Traffic, repeated, share
 from bench.record import Tool
+from bullet_graph.cli import replay_options
 from bullet_graph.cli.options import COUNT, result_options
-from bullet_graph.cli.replay_options import (
-    GoodputCommand,
-    burstiness_option,
-    goodput_option,
-    num_prompts_option,
-    search_options,
-    trace_option,
-)
 from bullet_graph.cli.result_file import Output
 from bullet_graph.cli.simulate import Simulator, machine_options
 from bullet_graph.cli.tables import figure, goodput_text, print_line, print_table, table_of
 from bullet_graph.config import EngineConfig, Policy
+from bullet_graph.engine.replay import json_number
 from bullet_graph.errors import ConfigError
 from bullet_graph.perf.goodput_search import (
     CONVERSATIONS_WARMUP_S,
@@ -154,14 +148,14 @@ def worth(run: Run) -> float:
     return on_time - 1 if run["stable"] is False else min(on_time, _GOOD_ENOUGH)
 
 
-class _FleetCommand(Tool, GoodputCommand):
+class _FleetCommand(Tool, replay_options.GoodputCommand):
     """It takes ``--goodput`` as ``bullet-graph`` does."""
 
 
 @click.command(cls=_FleetCommand)
-@trace_option
-@num_prompts_option
-@goodput_option
+@replay_options.trace_option
+@replay_options.num_prompts_option
+@replay_options.goodput_option
 @click.option("--machines", type=COUNT, multiple=True, default=(10,), help="GPUs of the fleet; repeat it for several.")
 @click.option(
     "--prefill-machines",
@@ -192,8 +186,8 @@ class _FleetCommand(Tool, GoodputCommand):
     default=float(LEAST_SECONDS),
     help="Of each run; in a shorter one a queue only begins to grow.",
 )
-@burstiness_option
-@search_options
+@replay_options.burstiness_option
+@replay_options.search_options
 @machine_options
 @result_options
 def fleet(
@@ -235,8 +229,13 @@ def fleet(
         raise ConfigError("fleets are compared by the requests on time: give targets, as --goodput ttft:500 tpot:15")
     if sweep == (rate_per_machine is not None):
         raise ConfigError("give either --rate-per-machine, or --sweep to search for the rate")
+    if not math.isfinite(arrival_seconds + (rate_per_machine or 0.0)):
+        raise ConfigError("--rate-per-machine and --arrival-seconds must be finite numbers")
     links = [Link(gb_per_s=gb_per_s, latency_ms=transfer_latency_ms) for gb_per_s in dict.fromkeys(transfer_gb_per_s)]
     split = _parse_split(prefill_machines)
+    for count in machines:
+        if count > 1 and split:
+            require_both_kinds(count, split)
     arrivals = Arrivals(request_rate=math.inf, burstiness=burstiness, seed=config.seed)
     simulator = Simulator(config=config, arrivals=arrivals, **simulated)
 
@@ -270,13 +269,8 @@ def fleet(
         print_line(simulator.title())
         _print(found, search.tolerance, sweep=sweep)
 
-    own: dict[str, Any] = {
-        "router": router,
-        "sample_machines": sample_machines,
-        "transfer_latency_ms": transfer_latency_ms,
-    }
-    own |= {"arrival_seconds": None if smoke else arrival_seconds}
-    common = {"simulated": True} | simulator.describe() | own
+    common = {"simulated": True} | simulator.describe() | {"router": router, "sample_machines": sample_machines}
+    common |= {"transfer_latency_ms": transfer_latency_ms, "arrival_seconds": None if smoke else arrival_seconds}
     output.emit(common | {"tolerance": search.tolerance, "systems": found}, show)
 
 
@@ -302,7 +296,7 @@ def _point(run: Run) -> RateRun:
 def _summary(machines: int, link: Link | None, runs: Sequence[Run], *, sweep: bool) -> dict[str, Any]:
     """A system's fields; its goodput is in requests per second and GPU, and its split that of the run up to it."""
     fields: dict[str, Any] = {"machines": machines, "system": "shared" if link is None else "divided"}
-    fields |= {"gb_per_s": link and link.gb_per_s, "prefill_machines": runs[0].get("prefill_machines")}
+    fields |= {"gb_per_s": link and json_number(link.gb_per_s), "prefill_machines": runs[0].get("prefill_machines")}
     if sweep:
         fields["goodput_90"], fields["goodput_90_below"] = goodput = Goodput.of(list(map(_point, runs)), SHARES[0])
         good = [run for run in runs if goodput.rate is not None and run["rate_per_machine"] <= goodput.rate]
@@ -316,7 +310,8 @@ def _print(systems: Sequence[dict[str, Any]], tolerance: float, *, sweep: bool) 
     shared: dict[int, float | None] = {}
     for system in systems:
         count, run = system["machines"], system["runs"][-1]
-        row = [str(count), system["system"], figure(system["gb_per_s"], 0), figure(system["prefill_machines"], 0)]
+        gb_per_s = system["gb_per_s"] and float(system["gb_per_s"])
+        row = [str(count), system["system"], figure(gb_per_s, 0), figure(system["prefill_machines"], 0)]
         if sweep:
             goodput = Goodput(system["goodput_90"], system["goodput_90_below"])
             base = shared.setdefault(count, goodput.rate)

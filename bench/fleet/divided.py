@@ -68,17 +68,22 @@ class Prefilled:
     refused: Mapping[int, ServedRequest]
 
 
+def require_both_kinds(machines: int, prefill_machines: int) -> None:
+    """ConfigError where no machine is left to prefill or decode."""
+    if not 0 < prefill_machines < machines:
+        raise ConfigError(
+            f"a divided fleet needs at least one machine of each kind: prefill_machines={prefill_machines} must be "
+            f"from 1 to {machines - 1}"
+        )
+
+
 def prefill(fleet: Fleet, traffic: Traffic, prefill_machines: int) -> Prefilled:
     """Serve the prompts of a workload on so many machines of a fleet, all of which are simulated.
 
     A later turn comes when its turn before ends by the router's estimate. Prefill machines have the prompts of earlier
     turns, and not the tokens that were generated elsewhere. ConfigError where no machine is left to prefill or decode.
     """
-    if not 0 < prefill_machines < fleet.machines:
-        raise ConfigError(
-            f"a divided fleet needs at least one machine of each kind: prefill_machines={prefill_machines} must be "
-            f"from 1 to {fleet.machines - 1}"
-        )
+    require_both_kinds(fleet.machines, prefill_machines)
     prefill_s, tpot_s = fleet.prefill_s_per_token, fleet.tpot_s
     free_s = [0.0] * prefill_machines
 
