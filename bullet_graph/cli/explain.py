@@ -54,11 +54,8 @@ def explain(
       bullet-graph explain decisions.jsonl --timeline decisions.svg --from 10 --to 12
       bullet-graph explain decisions.jsonl --json --chrome-trace perfetto.json
     """
-    for option, path in (("--chrome-trace", chrome_trace), ("--timeline", timeline)):
-        if path is not None and path.resolve() == file.resolve():
-            raise ConfigError(f"{option} {path}: this is the trace itself; give another name")
     check_result_file(chrome_trace, overwrite=overwrite, option="--chrome-trace")
-    check_plot_file(timeline, overwrite=overwrite, option="--timeline", result=chrome_trace)
+    check_plot_file(timeline, overwrite=overwrite, option="--timeline")
     trace = read_trace(file)
     window = _window(trace, from_s, to_s)
     summary = summarize_trace(trace, window)

@@ -104,8 +104,8 @@ def engine_options(*, max_num_seqs: int, default_shown: str | None = None, witho
         @functools.wraps(command)
         def with_config(**arguments: Any) -> None:
             config = EngineConfig(**{name: arguments.pop(name) for name in names})
-            path, result = arguments.get("trace_decisions"), arguments.get("output_json")
-            check_result_file(path, overwrite=arguments.get("overwrite"), option="--trace-decisions", result=result)
+            path, overwrite = arguments.get("trace_decisions"), arguments.get("overwrite")
+            check_result_file(path, overwrite=overwrite, option="--trace-decisions")
             command(config=config, **arguments)
 
         return all_of(options)(with_config)

@@ -23,18 +23,21 @@ _TRIED_BYTES = 64 * 1024
 _SECRET_OPTIONS = ("--api-key",)
 
 
-def check_result_file(
-    path: Path | None, *, overwrite: bool | None, option: str = "--output-json", result: Path | None = None
-) -> None:
+def check_result_file(path: Path | None, *, overwrite: bool | None, option: str = "--output-json") -> None:
     """Make sure, before a long run, that the file that ``option`` names can be written; None: nothing is.
 
-    Raises ConfigError where the folder is missing or takes no file, it is the command's ``result`` as well, or the file
-    exists and ``overwrite`` is False, or None (the command has no such option).
+    Raises ConfigError where the folder is missing or takes no file, the command reads or writes it by another option, or
+    it exists and ``overwrite`` is False, or None (the command has no such option).
     """
     if path is None:
         return
-    if result is not None and path.resolve() == result.resolve():
-        raise ConfigError(f"{option} {path}: the result goes there; give another name")
+    if (context := click.get_current_context(silent=True)) is not None:
+        kinds = str | Path if path.exists() else Path  # the name of a workload or model may look like a file's
+        for other in (each for each in context.command.params if option not in (*each.opts, each.human_readable_name)):
+            value = context.params.get(other.name or "")
+            if isinstance(value, kinds) and Path(value).resolve() == path.resolve():
+                hint = other.get_error_hint(context)
+                raise ConfigError(f"{option} {path}: {hint} names the same file; give another name")
     if not path.parent.is_dir():
         raise ConfigError(f"{option} {path}: the folder {path.parent} does not exist; make it first")
     if path.exists() and not path.is_file():
@@ -52,13 +55,13 @@ def check_result_file(
         ) from error
 
 
-def check_plot_file(path: Path | None, *, overwrite: bool, option: str = "--plot", result: Path | None = None) -> None:
+def check_plot_file(path: Path | None, *, overwrite: bool, option: str = "--plot") -> None:
     """As :func:`check_result_file`, for a picture: matplotlib must be there, and know the name's ending."""
     if path is None:
         return
     if path.suffix[1:].lower() not in IMAGE_FORMATS:
         raise ConfigError(f"{option} {path}: the name must end in .svg or .png")
-    check_result_file(path, overwrite=overwrite, option=option, result=result)
+    check_result_file(path, overwrite=overwrite, option=option)
     require_extra(option, "matplotlib")
 
 

@@ -284,8 +284,8 @@ def simulate(
         raise ConfigError("--plot, --smoke and the options of a search are for several rates: add --sweep")
     if trace_decisions is not None and (sweep or len(policies) > 1):
         raise ConfigError("--trace-decisions writes one run: give one --policy, and no --sweep")
-    check_result_file(trace_decisions, overwrite=output.overwrite, option="--trace-decisions", result=output.path)
-    check_plot_file(plot, overwrite=output.overwrite, result=output.path)
+    check_result_file(trace_decisions, overwrite=output.overwrite, option="--trace-decisions")
+    check_plot_file(plot, overwrite=output.overwrite)
     simulator = Simulator(config=config, arrivals=arrivals, **simulated)
     simulator.workload.require_fit(simulator.max_model_len)
     show_progress = not output.as_json and sys.stderr.isatty()

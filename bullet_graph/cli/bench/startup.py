@@ -90,7 +90,7 @@ def startup(config: EngineConfig, num_iters_cold: int, num_iters_warm: int, plot
           --capture-plan llama-3.1-8b_bfloat16_conv --plot start.svg --output-json start.json
       bullet-graph bench startup --model llama-3.1-8b --capture-cache auto --output-json start.json
     """
-    check_plot_file(plot, overwrite=output.overwrite, result=output.path)
+    check_plot_file(plot, overwrite=output.overwrite)
     runtime = resolve(config)  # errors show before a process is started
     without = dataclasses.replace(config, capture_cache=None)
     kinds = [StartKind("cold", without, num_iters_cold, empty_caches=True), StartKind("warm", without, num_iters_warm)]
