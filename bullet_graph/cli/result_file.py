@@ -31,21 +31,21 @@ def check_result_file(path: Path | None, *, overwrite: bool | None, option: str 
     """
     if path is None:
         return
-    if (context := click.get_current_context(silent=True)) is not None:
-        kinds = str | Path if path.exists() else Path  # the name of a workload or model may look like a file's
-        for other in (each for each in context.command.params if option not in (*each.opts, each.human_readable_name)):
-            value = context.params.get(other.name or "")
-            if isinstance(value, kinds) and Path(value).resolve() == path.resolve():
-                hint = other.get_error_hint(context)
-                raise ConfigError(f"{option} {path}: {hint} names the same file; give another name")
-    if not path.parent.is_dir():
-        raise ConfigError(f"{option} {path}: the folder {path.parent} does not exist; make it first")
-    if path.exists() and not path.is_file():
-        raise ConfigError(f"{option} {path}: this is a folder or a device; give a file name")
-    if path.exists() and not overwrite:
-        remedy = "give another name" if overwrite is None else "add --overwrite or give another name"
-        raise ConfigError(f"{option} {path}: the file exists; {remedy}")
     try:
+        if (context := click.get_current_context(silent=True)) is not None:
+            kinds = str | Path if path.exists() else Path  # the name of a workload or model may look like a file's
+            for other in (p for p in context.command.params if option not in (*p.opts, p.human_readable_name)):
+                value = context.params.get(other.name or "")
+                if isinstance(value, kinds) and Path(value).resolve() == path.resolve():
+                    hint = other.get_error_hint(context)
+                    raise ConfigError(f"{option} {path}: {hint} names the same file; give another name")
+        if not path.parent.is_dir():
+            raise ConfigError(f"{option} {path}: the folder {path.parent} does not exist; make it first")
+        if path.exists() and not path.is_file():
+            raise ConfigError(f"{option} {path}: this is a folder or a device; give a file name")
+        if path.exists() and not overwrite:
+            remedy = "give another name" if overwrite is None else "add --overwrite or give another name"
+            raise ConfigError(f"{option} {path}: the file exists; {remedy}")
         # A full disk, or one that is mounted read-only, is found by writing alone.
         with tempfile.TemporaryFile(dir=path.parent, buffering=0) as file:
             file.write(bytes(_TRIED_BYTES))
