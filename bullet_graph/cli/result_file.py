@@ -32,13 +32,12 @@ def check_result_file(path: Path | None, *, overwrite: bool | None, option: str 
     if path is None:
         return
     try:
-        if (context := click.get_current_context(silent=True)) is not None:
+        if (ctx := click.get_current_context(silent=True)) is not None:
             kinds = str | Path if path.exists() else Path  # the name of a workload or model may look like a file's
-            for other in (p for p in context.command.params if option not in (*p.opts, p.human_readable_name)):
-                value = context.params.get(other.name or "")
+            for other in (p for p in ctx.command.params if option not in (*p.opts, p.human_readable_name)):
+                value = ctx.params.get(other.name or "")
                 if isinstance(value, kinds) and Path(value).resolve() == path.resolve():
-                    hint = other.get_error_hint(context)
-                    raise ConfigError(f"{option} {path}: {hint} names the same file; give another name")
+                    raise ConfigError(f"{option} {path}: {other.get_error_hint(ctx)} is that file; give another name")
         if not path.parent.is_dir():
             raise ConfigError(f"{option} {path}: the folder {path.parent} does not exist; make it first")
         if path.exists() and not path.is_file():

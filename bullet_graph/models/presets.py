@@ -7,7 +7,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
 
-from bullet_graph.errors import ConfigError, ModelError, UnsupportedModelError
+from bullet_graph.errors import ConfigError, ModelError, UnsupportedModelError, io_errors
 from bullet_graph.models.config import ModelConfig, read_dense_config
 from bullet_graph.models.families import gemma, llama, qwen
 from bullet_graph.models.hub import download, is_hub_id
@@ -93,7 +93,8 @@ def resolve_model(model: str, revision: str | None = None) -> FoundModel:
 
     Raises ModelError where there is none, or as :func:`load_model_config`; ConfigError for a ``revision`` of no hub id.
     """
-    folder, is_local = Path(model), Path(model).exists() or model in PRESETS
+    with io_errors(f"the model {model!r} cannot be read", ModelError):
+        folder, is_local = Path(model), Path(model).exists() or model in PRESETS
     if revision is not None and (is_local or not is_hub_id(model)):
         raise ConfigError(f"revision={revision} is for a hub id such as Qwen/Qwen3-0.6B, not for {model!r}")
     if folder.is_dir():

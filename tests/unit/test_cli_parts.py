@@ -309,7 +309,7 @@ def test_a_timeline_needs_matplotlib(tmp_path: Path, run_file: Path, monkeypatch
 
 def test_outputs_that_cannot_be(tmp_path: Path, run_file: Path) -> None:
     assert "must end in .svg or .png" in refused(run_file, "--timeline", tmp_path / "t.pdf")
-    assert "'FILE' names the same file" in refused(run_file, "--chrome-trace", run_file, "--overwrite")
+    assert "'FILE' is that file" in refused(run_file, "--chrome-trace", run_file, "--overwrite")
     assert "does not exist; make it first" in refused(run_file, "--chrome-trace", tmp_path / "no" / "t.json")
     assert "this is a folder" in refused(run_file, "--chrome-trace", tmp_path)
     with pytest.raises(ConfigError, match="the file exists; give another name"):
