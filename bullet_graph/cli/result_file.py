@@ -26,8 +26,8 @@ _SECRET_OPTIONS = ("--api-key",)
 def check_result_file(path: Path | None, *, overwrite: bool | None, option: str = "--output-json") -> None:
     """Make sure, before a long run, that the file that ``option`` names can be written; None: nothing is.
 
-    Raises ConfigError where the folder is missing or takes no file, the command reads or writes it by another option, or
-    it exists and ``overwrite`` is False, or None (the command has no such option).
+    Raises ConfigError where the folder is missing or takes no file, another option of the command names the file, or it
+    exists and ``overwrite`` is False, or None (the command has no such option).
     """
     if path is None:
         return
