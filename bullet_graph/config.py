@@ -276,6 +276,8 @@ class EngineConfig:
         "Threads of torch on the CPU, in the whole process. With other busy processes, fewer are faster.",
         no_value="torch's",
         minimum=1,
+        wanted="at most 1024",
+        holds=lambda count: count <= 1024,  # far more end in a segmentation fault
     )
     capture_cache: str | None = setting(
         None,

@@ -1,6 +1,7 @@
 """The console script ``bullet-graph`` and its groups; each command's module is imported when it is used."""
 
 import contextlib
+import errno
 import re
 import sys
 import traceback
@@ -133,6 +134,11 @@ class ErrorReporting(click.Command):
                 # The line alone would hide where a device, or the engine itself, failed.
                 traceback.print_exception(error.__cause__)
             click.echo(f"error: {message_of(error, ctx.meta.get(_COMMAND, self))}", err=True)
+            ctx.exit(EXIT_ERROR)
+        except OSError as error:
+            if error.errno != errno.ENOSPC:
+                raise
+            click.echo(f"error: {error.filename or 'standard output'}: {error.strerror}; free some space", err=True)
             ctx.exit(EXIT_ERROR)
         except KeyboardInterrupt:
             click.echo("interrupted", err=True)

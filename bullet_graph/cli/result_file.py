@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
@@ -79,7 +80,7 @@ def command_line() -> list[str]:
         program = ["python", sys.argv[0]]
     else:
         program = ["bullet-graph"]
-    words = [*program, *sys.argv[1:]]
+    words = [re.sub(r"//[^/@]+@", "//***@", word) for word in (*program, *sys.argv[1:])]
     for index, word in enumerate(words):
         name, equals, _ = word.partition("=")
         if name in _SECRET_OPTIONS:

@@ -5,6 +5,7 @@ Needs aiohttp (extra ``bench``), but none of the server's libraries.
 
 import dataclasses
 import json
+import re
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any, Self
 
@@ -48,8 +49,8 @@ class OpenAiServer:
             async with session.get(f"{url}/models") as response:
                 response.raise_for_status()
                 model = (await response.json())["data"][0]
-            names = ("max_model_len", "vocab_size", "owned_by")
-            settings = {"url": url, "model": model["id"]} | {name: model.get(name) for name in names}
+            names, shown = ("max_model_len", "vocab_size", "owned_by"), re.sub(r"//[^/@]+@", "//***@", url)
+            settings = {"url": shown, "model": model["id"]} | {name: model.get(name) for name in names}
             async with session.get(f"{url.removesuffix('/v1')}/version") as response:
                 told = await response.json(content_type=None) if response.ok else {}
             settings["version"] = told.get("version") if isinstance(told, dict) else None

@@ -77,7 +77,8 @@ def served_by(url: str) -> tuple[Replay, list[list[int]]]:
     sent: list[list[int]] = []
 
     async def converse() -> Replay:
-        server = await OpenAiServer.connect(url)
+        server = await OpenAiServer.connect(url.replace("//", "//me:pass@"))
+        assert server.settings["url"] == url.replace("//", "//***@")
 
         async def generate(request: TimedRequest) -> Any:
             sent.append(list(request.prompt_token_ids))

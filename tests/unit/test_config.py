@@ -68,6 +68,7 @@ NO_COUNTS = (0, -1, 1.5, "8", True)
         ("max_num_seqs", (*NO_COUNTS, None), "an integer of at least 1"),
         ("max_num_batched_tokens", (*NO_COUNTS, None), "an integer of at least 1"),
         ("seed", (-1, None), "an integer of at least 0"),
+        ("cpu_threads", (1025, 100_000), "at most 1024"),
         ("gpu_memory_utilization", (0.0, -0.1, 1.01, math.nan, math.inf, "0.9", None), r"in \(0, 1\]"),
         ("reject_late", (0, "2", True), "a number above 0"),
         ("prefix_caching", ("no", 1, None), "of type bool"),
