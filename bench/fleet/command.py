@@ -17,7 +17,7 @@ from bench.fleet.shared import Fleet, Outcome, RouterName, Traffic, repeated, sh
 from bench.record import Tool
 from bullet_graph.cli import replay_options
 from bullet_graph.cli.options import COUNT, result_options
-from bullet_graph.cli.result_file import Output
+from bullet_graph.cli.result_file import Output, to_json, write_result_file
 from bullet_graph.cli.simulate import Simulator, machine_options
 from bullet_graph.cli.tables import figure, goodput_text, print_line, print_table, table_of
 from bullet_graph.config import EngineConfig, Policy
@@ -251,6 +251,9 @@ def fleet(
         )
 
     comparison = Comparison(simulator, make, links, split=split, seconds=None if smoke else arrival_seconds)
+    common = {"simulated": True} | simulator.describe() | {"router": router, "sample_machines": sample_machines}
+    common |= {"transfer_latency_ms": transfer_latency_ms, "arrival_seconds": None if smoke else arrival_seconds}
+    common |= {"tolerance": search.tolerance}
     found: list[dict[str, Any]] = []
     first_rates: dict[Link | None, float] = {}
     for count in dict.fromkeys(machines):
@@ -264,14 +267,14 @@ def fleet(
             good, _ = bracket([_point(run) for run in runs.values()], SHARES[0])
             first_rates[link] = near.first_rate if good is None else good.rate
             found.append(_summary(count, link, [runs[rate] for rate in sorted(runs)], sweep=sweep))
+            if output.path is not None:  # an interrupt loses no system that is done
+                write_result_file(output.path, to_json(common | {"finished": False, "systems": found}))
 
     def show() -> None:
         print_line(simulator.title())
         _print(found, search.tolerance, sweep=sweep)
 
-    common = {"simulated": True} | simulator.describe() | {"router": router, "sample_machines": sample_machines}
-    common |= {"transfer_latency_ms": transfer_latency_ms, "arrival_seconds": None if smoke else arrival_seconds}
-    output.emit(common | {"tolerance": search.tolerance, "systems": found}, show)
+    output.emit(common | {"finished": True, "systems": found}, show)
 
 
 def _parse_split(text: str) -> int | None:

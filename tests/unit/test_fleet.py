@@ -1,11 +1,13 @@
 """Fleets in virtual time: routing, machines that share their GPU, and fleets divided into prefill and decode."""
 
+import json
 import os
 import subprocess
 import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from simulated_engines import changed
 
-from bench.fleet.command import fleet, worth
+from bench.fleet.command import Comparison, fleet, worth
 from bench.fleet.divided import Link, balanced, best_split, decode, decode_machine, prefill, prefill_machine
 from bench.fleet.shared import Fleet, Router, Traffic, in_processes, share
 from bullet_graph.config import EngineConfig, Policy
@@ -312,6 +314,14 @@ def test_the_command_compares_fleets() -> None:
     told = [(one["system"], one["gb_per_s"], one["prefill_machines"]) for one in found["systems"]]
     assert told == [("shared", None, None), ("divided", 25, 1), ("divided", "inf", 1)]
     assert all(0 <= one["runs"][0]["slo_attainment"] <= 1 for one in found["systems"])
+
+
+def test_an_interrupt_keeps_the_systems_that_are_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Comparison, "divided", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
+    result = tmp_path / "fleet.json"
+    assert run(*SMALL, "--machines", "2", "--rate-per-machine", "9", "--output-json", str(result)).exit_code == 130
+    told = json.loads(result.read_text())
+    assert ([one["system"] for one in told["systems"]], told["finished"]) == (["shared"], False)
 
 
 def test_the_command_searches_for_goodputs() -> None:
