@@ -229,6 +229,10 @@ def fleet(
         raise ConfigError("fleets are compared by the requests on time: give targets, as --goodput ttft:500 tpot:15")
     if sweep == (rate_per_machine is not None):
         raise ConfigError("give either --rate-per-machine, or --sweep to search for the rate")
+    if not sweep and search != GoodputSearch(shares=SHARES[:1]):
+        raise ConfigError("the options of a search are for several rates: add --sweep")
+    if smoke and arrival_seconds != LEAST_SECONDS:
+        raise ConfigError("--smoke serves the trace once: leave out --arrival-seconds")
     if not math.isfinite(arrival_seconds + (rate_per_machine or 0.0)):
         raise ConfigError("--rate-per-machine and --arrival-seconds must be finite numbers")
     links = [Link(gb_per_s=gb_per_s, latency_ms=transfer_latency_ms) for gb_per_s in dict.fromkeys(transfer_gb_per_s)]

@@ -338,6 +338,8 @@ def test_the_command_searches_for_goodputs() -> None:
     [
         *((arguments, "either") for arguments in (("--rate-per-machine", "1", "--sweep"), ())),
         (("--rate-per-machine", "nan"), "--rate-per-machine and --arrival-seconds must be finite"),
+        (("--rate-per-machine", "1", "--max-runs", "2"), "add --sweep"),
+        (("--rate-per-machine", "1", "--arrival-seconds", "9"), "leave out --arrival-seconds"),
         (("--rate-per-machine", "1", "--prefill-machines", "some"), "best or none"),
         (("--rate-per-machine", "1", "--prefill-machines", "10"), "from 1 to 9"),
         (("--rate-per-machine", "1", "--machines", "99", "--num-prompts", "1"), "99 shared: no request that counts"),
