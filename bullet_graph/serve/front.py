@@ -37,7 +37,7 @@ _CHECK_INTERVAL_S, _CHECK_TIMEOUT_S = 1.0, 5.0
 _OF_ONE_HOP = frozenset(
     (b"connection", b"keep-alive", b"proxy-connection", b"te", b"trailer", b"transfer-encoding", b"upgrade")
 )
-_NOT_SENT = _OF_ONE_HOP | {b"content-length", b"authorization", b"expect"}  # Host makes redirects right
+_NOT_SENT = _OF_ONE_HOP | {b"host", b"content-length", b"authorization", b"expect"}
 _NOT_RETURNED = _OF_ONE_HOP | {b"date", b"server"}
 
 logger = logging.getLogger(__name__)
@@ -66,6 +66,7 @@ class Replica:
             auto_decompress=False,
             skip_auto_headers=("Accept", "Accept-Encoding", "User-Agent", "Content-Type"),
             read_bufsize=1 << 20,
+            max_field_size=1 << 30,  # a redirect repeats the query
         )
 
     async def close(self) -> None:
@@ -78,6 +79,7 @@ class Replica:
         asked = scope["raw_path"] + b"?" + scope["query_string"]
         url = yarl.URL("http://engine" + asked.decode("latin-1"), encoded=True)
         headers = [(k.decode("latin-1"), v.decode("latin-1")) for k, v in scope["headers"] if k not in _NOT_SENT]
+        headers.append(("Host", Request(scope).url.netloc))  # redirects name it
         if scope.get("client"):
             headers.append(("X-Forwarded-For", scope["client"][0]))
         async with self._asked():
@@ -86,8 +88,7 @@ class Replica:
                 refusal = await answer.read() if answer.status == 503 else b""
                 if b'"engine_dead"' in refusal:
                     raise EngineGoneError(f"engine {self.number} is dead, but its process lives")
-                lowered = [(name.lower(), value) for name, value in answer.raw_headers]
-                returned = [pair for pair in lowered if pair[0] not in _NOT_RETURNED]
+                returned = [(k.lower(), v) for k, v in answer.raw_headers if k.lower() not in _NOT_RETURNED]
                 yield {"type": "http.response.start", "status": answer.status, "headers": returned}
                 if refusal:
                     yield {"type": "http.response.body", "body": refusal, "more_body": True}

@@ -48,7 +48,7 @@ Answer = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 async def healthy(request: web.Request) -> web.Response:
-    return web.Response(text="well", headers={"Location": f"http://{request.host}/"})
+    return web.Response(text="well", headers={"Location": f"http://{request.host}{request.path_qs}"})
 
 
 def refusing(error: ApiError) -> Answer:
@@ -89,9 +89,10 @@ async def test_a_dead_engine_in_a_living_process_gets_no_more_requests(tmp_path:
         return web.Response(status=503 if asked else 200)
 
     async with front_of(tmp_path, [(dead, health), (healthy, healthy)]) as client:
-        answers = [await client.post("/v1/completions", content=bytes([number])) for number in range(5)]
-    assert [(answer.status_code, answer.text) for answer in answers] == [(200, "well")] * 5
-    assert (len(asked), answers[0].headers["Location"]) == (1, "http://localhost/")
+        url = f"http://localhost:81/v1/completions?{'q' * 8170}"
+        answers = [await client.post(url, headers={"Host": host}) for host in ("localhost:1", *[""] * 4)]
+    told = [(answer.status_code, answer.text, answer.headers["Location"]) for answer in answers]
+    assert (len(asked), told) == (1, [(200, "well", name) for name in (url.replace(":81/", ":1/"), *[url] * 4)])
 
 
 async def test_other_refusals_are_passed_on_and_own_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
