@@ -19,10 +19,6 @@ from bullet_graph.perf.provenance import without_folder
 
 IMAGE_FORMATS = ("svg", "png")
 
-_TRIED_BYTES = 64 * 1024
-
-_SECRET_OPTIONS = ("--api-key",)
-
 
 def check_result_file(path: Path | None, *, overwrite: bool | None, option: str = "--output-json") -> None:
     """Make sure, before a long run, that the file that ``option`` names can be written; None: nothing is.
@@ -36,8 +32,10 @@ def check_result_file(path: Path | None, *, overwrite: bool | None, option: str 
         if (ctx := click.get_current_context(silent=True)) is not None:
             kinds = str | Path if path.exists() else Path  # the name of a workload or model may look like a file's
             for other in (p for p in ctx.command.params if option not in (*p.opts, p.human_readable_name)):
-                value = ctx.params.get(other.name or "")
-                if isinstance(value, kinds) and Path(value).resolve() == path.resolve():
+                given = ctx.params.get(other.name or "")
+                names = [name for name in (given if isinstance(given, tuple) else (given,)) if isinstance(name, kinds)]
+                names += [re.split("[=~@]", name)[0] for name in names if isinstance(name, str)]  # --workload NAME~RATE
+                if path.resolve() in (Path(name).resolve() for name in names):
                     raise ConfigError(f"{option} {path}: {other.get_error_hint(ctx)} is that file; give another name")
         if not path.parent.is_dir():
             raise ConfigError(f"{option} {path}: the folder {path.parent} does not exist; make it first")
@@ -48,7 +46,7 @@ def check_result_file(path: Path | None, *, overwrite: bool | None, option: str 
             raise ConfigError(f"{option} {path}: the file exists; {remedy}")
         # A full disk, or one that is mounted read-only, is found by writing alone.
         with tempfile.TemporaryFile(dir=path.parent, buffering=0) as file:
-            file.write(bytes(_TRIED_BYTES))
+            file.write(bytes(64 * 1024))
     except OSError as error:
         raise ConfigError(
             f"{option} {path}: {path.parent} takes no file ({error.strerror}); give another folder"
@@ -80,10 +78,10 @@ def command_line() -> list[str]:
         program = ["python", sys.argv[0]]
     else:
         program = ["bullet-graph"]
-    words = [re.sub(r"//[^/@]+@", "//***@", word) for word in (*program, *sys.argv[1:])]
+    words = [re.sub(r"//[^/\s]+@", "//***@", word) for word in (*program, *sys.argv[1:])]
     for index, word in enumerate(words):
         name, equals, _ = word.partition("=")
-        if name in _SECRET_OPTIONS:
+        if name == "--api-key":
             if equals:
                 words[index] = f"{name}=***"
             elif index + 1 < len(words):

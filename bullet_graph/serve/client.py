@@ -49,7 +49,7 @@ class OpenAiServer:
             async with session.get(f"{url}/models") as response:
                 response.raise_for_status()
                 model = (await response.json())["data"][0]
-            names, shown = ("max_model_len", "vocab_size", "owned_by"), re.sub(r"//[^/@]+@", "//***@", url)
+            names, shown = ("max_model_len", "vocab_size", "owned_by"), re.sub(r"//[^/\s]+@", "//***@", url)
             settings = {"url": shown, "model": model["id"]} | {name: model.get(name) for name in names}
             async with session.get(f"{url.removesuffix('/v1')}/version") as response:
                 told = await response.json(content_type=None) if response.ok else {}

@@ -144,7 +144,7 @@ def test_a_result_holds_its_command_line(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", "/home/somebody")
     monkeypatch.setattr(sys.modules["__main__"], "__spec__", None if module is None else ModuleSpec(module, None))
-    arguments = ["bench", "--api-key", "secret", "--api-key=other", "--model", f"{tmp_path}/m", "http://me:pass@a/@b"]
+    arguments = ["bench", "--api-key", "secret", "--api-key=other", "--model", f"{tmp_path}/m", "http://me:p@ss@a/@b"]
     monkeypatch.setattr(sys, "argv", [program, *arguments, "--trace=/home/somebody/t.csv"])
     argv = json.loads(to_json({"figure": 1.5}))["argv"]
     told = ["bench", "--api-key", "***", "--api-key=***", "--model", "m", "http://***@a/@b", "--trace=~/t.csv"]
@@ -156,8 +156,7 @@ def test_a_full_disk_under_the_output_is_told_in_a_line() -> None:
     with open("/dev/full", "w") as full:
         command = [sys.executable, "-m", "bullet_graph", "capture", "list"]
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
-    assert done.stderr == "error: standard output: No space left on device; free some space\n"
-    assert done.returncode == 2
+    assert (done.returncode, done.stderr) == (2, "error: standard output: No space left on device; free some space\n")
 
 
 def test_result_file_is_written_whole_or_not_at_all(
