@@ -63,8 +63,9 @@ def converse(url: str, end_s: float, longest: int, seed: int) -> "Counter[str]":
     return ends
 
 
-def soak(options: list[str], device: str, minutes: float, users: int, longest: int) -> dict[str, Any]:
+def soak(options: list[str], minutes: float, users: int, longest: int) -> dict[str, Any]:
     """Serve the users; returns what was seen, with samples over the time."""
+    device = "cpu" if {"cpu", "--device=cpu"} & {*options} or not torch.cuda.is_available() else "cuda"
     samples, probe = list[dict[str, Any]](), open_probe(torch.device(device))
     with server(*options) as url, httpx.Client(base_url=url, timeout=60) as client, ThreadPoolExecutor(users) as pool:
         process = next(child for child in psutil.Process().children() if "serve" in child.cmdline())
@@ -84,8 +85,8 @@ def soak(options: list[str], device: str, minutes: float, users: int, longest: i
         ends = sum((task.result() for task in tasks), Counter[str]())
         time.sleep(3.0)  # what was left in the middle may still end
         live = client.get("/live").json()
-    names = ("running", "waiting", "kv_cache_usage")
-    return {"ends": dict(ends), "after": {name: live[name] for name in names}, "samples": samples}
+    after = {name: live[name] for name in ("running", "waiting", "kv_cache_usage")}
+    return {"device": device, "ends": dict(ends), "after": after, "samples": samples}
 
 
 def judge(seen: dict[str, Any], max_growth_mib: float, max_slowdown_percent: float) -> dict[str, Any]:
@@ -125,12 +126,11 @@ def main(
     if not 0.05 <= minutes < math.inf:
         raise ConfigError(f"--minutes must be a number of at least 0.05, got {minutes}")
     check_result_file(output_json, overwrite=True)
-    device = "cpu" if "cpu" in options else "cuda"
-    seen = soak(options, device, minutes, users, longest)
+    seen = soak(options, minutes, users, longest)
     judged = judge(seen, **limits)
     click.echo(json.dumps({**judged, "ends": seen["ends"], "after": seen["after"]}, indent=1))
     if output_json is not None:
-        write_report(output_json, judged | seen, device=device)
+        write_report(output_json, judged | seen, device=seen["device"])
     raise SystemExit(int(bool(judged["problems"])))
 
 

@@ -11,15 +11,14 @@ def test_nothing_gives_way_within_seconds() -> None:
     """Other tests run beside it, so a stall may be longer here than in the long form."""
     result = fuzz(seconds=1, seed=0, max_stall_ms=3000, max_growth_mib=256)
     assert result["problems"] == []
-    assert result["answers"]["good 200"] > 0
-    assert result["answers"]["body 400"] > 0
+    assert min(result["answers"][kind] for kind in ("good 200", "body 400")) > 0
     assert sum(result["files"].values()) >= 4
 
 
 @pytest.mark.timeout(60)
 def test_a_short_soak_leaves_nothing_behind() -> None:
-    options = ["--model", "tiny", "--device", "cpu", "--kv-cache-bytes", "8MiB", "--max-model-len", "1024"]
-    seen = soak([*options, "--no-warmup"], "cpu", minutes=0.08, users=4, longest=800)
+    options = ["--model", "tiny", "--device=cpu", "--kv-cache-bytes", "8MiB", "--max-model-len", "1024"]
+    seen = soak([*options, "--no-warmup"], minutes=0.08, users=4, longest=800)
     assert judge(seen, max_growth_mib=256, max_slowdown_percent=100)["problems"] == []
     assert all(seen["ends"][end] > 0 for end in ("streamed", "whole", "left"))
     assert seen["samples"][-1]["prefix_cache_hits"] > 0
