@@ -3,8 +3,9 @@
     python -m bench.soak --minutes 30 --output-json bench/results/cpu/soak.json
 
 Users ask again once the last answer has ended; prompts hold what a user has said so far. A third of the answers are not
-streamed, a sixth are left in the middle; targets, salts and lengths differ. Memory, a GPU's too, and speed of the
-second sixth of the time are compared with those of the last. The exit code is 1 where they changed by more than the
+streamed, a sixth are left in the middle; targets, salts and lengths differ. Each sixth of the time has the same lengths
+again: with others, a GPU's tokens per second differ by 7 %. Memory, a GPU's too, and speed of the second sixth are
+compared with those of the last. The exit code is 1 where they changed by more than the
 limits, where a request failed, or where something runs, waits or holds KV blocks afterwards.
 """
 
@@ -50,17 +51,19 @@ def ask(client: httpx.Client, body: dict[str, Any], rng: random.Random) -> str:
     return "streamed" if stream else "whole"
 
 
-def converse(url: str, end_s: float, longest: int, seed: int) -> "Counter[str]":
-    """One user's requests, with prompts up to ``longest``, until the time is over; returns how they ended."""
-    rng, prompt, salt, ends = random.Random(seed), list[int](), None, Counter[str]()
+def converse(url: str, start_s: float, part_s: float, longest: int, seed: int) -> "Counter[str]":
+    """One user's requests, with prompts up to ``longest``, in each part of the time; returns how they ended."""
+    tokens, ends = random.Random(seed), Counter[str]()
     with httpx.Client(base_url=url, timeout=120) as client:
-        while time.monotonic() < end_s:
-            if rng.random() < 1 / TURNS:
-                prompt, salt = [], rng.choice([None, "tenant"])
-            prompt += rng.choices(TOKEN_IDS, k=rng.randint(longest // 100, longest // 33))
-            body = {"prompt": prompt[-longest:], "max_tokens": rng.randint(longest // 200, longest // 16)}
-            body |= {"slo": rng.choice(TARGETS), "cache_salt": salt, "temperature": rng.choice([0, 1])}
-            ends[ask(client, body, rng)] += 1
+        for part in range(PARTS):
+            rng, prompt, salt = random.Random(seed), list[int](), None
+            while time.monotonic() < start_s + (part + 1) * part_s:
+                if rng.random() < 1 / TURNS:
+                    prompt, salt = [], rng.choice([None, "tenant"])
+                prompt += tokens.choices(TOKEN_IDS, k=rng.randint(longest // 100, longest // 33))
+                body = {"prompt": prompt[-longest:], "max_tokens": rng.randint(longest // 200, longest // 16)}
+                body |= {"slo": rng.choice(TARGETS), "cache_salt": salt, "temperature": rng.choice([0, 1])}
+                ends[ask(client, body, rng)] += 1
     return ends
 
 
@@ -72,9 +75,9 @@ def soak(options: list[str], minutes: float, users: int, longest: int) -> dict[s
     pool = ProcessPoolExecutor(users, get_context("fork"))
     with server(*options) as url, httpx.Client(base_url=url, timeout=60) as client, pool:
         process = next(child for child in psutil.Process().children() if "serve" in child.cmdline())
-        end_s = (start_s := time.monotonic()) + 60 * minutes
-        tasks = [pool.submit(converse, url, end_s, longest, seed) for seed in range(users)]
-        while time.monotonic() < end_s:
+        start_s, seconds = time.monotonic(), 60 * minutes
+        tasks = [pool.submit(converse, url, start_s, seconds / PARTS, longest, seed) for seed in range(users)]
+        while time.monotonic() < start_s + seconds:
             family = (process, *process.children(recursive=True))
             live = client.get("/live").json()
             names = ("generation_tokens", "kv_cache_usage", "running", "prefix_cache_queries", "prefix_cache_hits")
@@ -84,7 +87,7 @@ def soak(options: list[str], minutes: float, users: int, longest: int) -> dict[s
                 free, total = torch.cuda.mem_get_info()
                 sample["device_bytes"] = total - free
             samples.append(sample)
-            time.sleep(60 * minutes / SAMPLES)
+            time.sleep(seconds / SAMPLES)
         ends = sum((task.result() for task in tasks), Counter[str]())
         time.sleep(3.0)  # what was left in the middle may still end
         live = client.get("/live").json()
