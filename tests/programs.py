@@ -11,7 +11,8 @@ from typing import Any
 
 def printed_by(program: str, *arguments: str) -> str:
     """What a program prints, which must end well and complain of nothing."""
-    command = [sys.executable, "-c", textwrap.dedent(program), *arguments]
+    # Python 3.12 and later warn of every fork of a process with threads.
+    command = [sys.executable, "-Wignore:This process:DeprecationWarning", "-c", textwrap.dedent(program), *arguments]
     root = Path(__file__).parents[1]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, cwd=root)
     assert (done.returncode, done.stderr) == (0, "")

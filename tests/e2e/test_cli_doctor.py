@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -69,7 +70,7 @@ def test_a_machine_without_a_gpu() -> None:
     assert line(found, "GPU")["found"] == "no NVIDIA GPU: the engine runs on the CPU"
     assert line(found, "GPU")["found"] in result.stdout
     assert found["machine"]["gpu"] is None
-    assert found["machine"]["provenance"]["versions"]["torch"] == torch.__version__
+    assert found["machine"]["provenance"]["versions"]["torch"] == version("torch")
 
 
 def test_the_memory_of_a_model(monkeypatch: pytest.MonkeyPatch) -> None:

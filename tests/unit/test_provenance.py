@@ -2,10 +2,10 @@
 
 import subprocess
 from datetime import datetime, timedelta
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
-import torch
 
 from bullet_graph import _version
 from bullet_graph.perf import provenance
@@ -64,7 +64,7 @@ def test_record_on_the_cpu() -> None:
     record = collect_provenance("cpu")
     assert datetime.fromisoformat(record.date_utc).utcoffset() == timedelta(0)
     assert record.versions["bullet_graph"] == _version.__version__
-    assert record.versions["torch"] == torch.__version__
+    assert record.versions["torch"] == version("torch")
     assert provenance.installed_version("no-such-distribution-anywhere") is None
     assert set(record.versions) == {"bullet_graph", "python", "torch", "triton", "flashinfer"}
     assert record.host_num_cpus >= 1
