@@ -102,15 +102,16 @@ def parse_counts(text: str) -> tuple[int, ...]:
 class Setting:
     """Describes a field of a dataclass of settings: its option on the command line and its check.
 
-    ``no_value`` says what happens without a value. ``minimum`` is of a count. ``wanted`` says what any other value must
-    be, and ``holds`` tests it. ``parse`` reads a text. ``flag`` is the option's, if not as the name. Errors do not show
-    a ``secret``. :func:`settings_of` fills in the last three.
+    ``no_value`` says what happens without a value. ``minimum`` and ``maximum`` are of a count. ``wanted`` says what any
+    other value must be, and ``holds`` tests it. ``parse`` reads a text. ``flag`` is the option's, if not as the name.
+    Errors do not show a ``secret``. :func:`settings_of` fills in the last three.
     """
 
     help: str
     metavar: str | None = None
     no_value: str | None = None
     minimum: int | None = None
+    maximum: int = 2**63 - 1
     parse: Callable[[str], Any] | None = None
     wanted: str = ""
     holds: Callable[[Any], bool] = lambda value: value != ""
@@ -131,7 +132,7 @@ class Setting:
         if value is None and NoneType in get_args(self.hint):
             return
         if self.minimum is not None:
-            _require_count(self.name, value, self.minimum)
+            _require_count(self.name, value, self.minimum, self.maximum)
         if choices := self.choices:
             wanted, fits = f"one of {', '.join(choices)}", value in choices
         else:
@@ -276,8 +277,7 @@ class EngineConfig:
         "Threads of torch on the CPU, in the whole process. With other busy processes, fewer are faster.",
         no_value="torch's",
         minimum=1,
-        wanted="at most 1024",
-        holds=lambda count: count <= 1024,  # far more end in a segmentation fault
+        maximum=1024,  # far more end in a segmentation fault
     )
     capture_cache: str | None = setting(
         None,
@@ -296,8 +296,8 @@ class EngineConfig:
     ready: ReadyName = setting(
         "all", "Serve once all CUDA graphs are captured, or only the hot ones; others follow in idle time."
     )
-    max_num_seqs: int = setting(256, "Most sequences running at once.", minimum=1)
-    max_num_batched_tokens: int = setting(8192, "Most tokens of one forward.", minimum=1)
+    max_num_seqs: int = setting(256, "Most sequences running at once.", minimum=1, maximum=2**16)
+    max_num_batched_tokens: int = setting(8192, "Most tokens of one forward.", minimum=1, maximum=2**24)
     max_model_len: int | None = setting(
         None, "Most tokens of a prompt and its output together.", no_value="the model's limit", minimum=1
     )
@@ -413,9 +413,11 @@ EngineConfig.__doc__ = f"{EngineConfig.__doc__}\nSettings:\n" + "\n".join(
 )
 
 
-def _require_count(name: str, value: Any, minimum: int = 1) -> None:
+def _require_count(name: str, value: Any, minimum: int = 1, maximum: int = 2**63 - 1) -> None:
     if not _is_a(value, int) or value < minimum:
         raise ConfigError(f"{name} must be an integer of at least {minimum}, got {value!r}")
+    if value > maximum:
+        raise ConfigError(f"{name} must be at most {maximum}, got {value!r}")
 
 
 def with_settings(signature: inspect.Signature) -> inspect.Signature:

@@ -10,8 +10,7 @@ from typing import Any
 
 
 def printed_by(program: str, *arguments: str) -> str:
-    """What a program prints, which must end well and complain of nothing."""
-    # Python 3.12 and later warn of every fork of a process with threads.
+    """What a program prints, which must end well and complain of nothing but forks, of which Python 3.12 warns."""
     command = [sys.executable, "-Wignore:This process:DeprecationWarning", "-c", textwrap.dedent(program), *arguments]
     root = Path(__file__).parents[1]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, cwd=root)

@@ -8,6 +8,7 @@ import dataclasses
 import itertools
 import re
 import reprlib
+import sys
 from collections.abc import Iterator
 from datetime import datetime
 from functools import partial
@@ -82,7 +83,7 @@ def load_workload(spec: str, *, num_requests: int | None, seed: int = 0, tokeniz
 
 
 def _take(requests: Iterator[WorkloadRequest], num_requests: int | None, path: Path) -> tuple[WorkloadRequest, ...]:
-    taken = tuple(itertools.islice(requests, num_requests))
+    taken = tuple(itertools.islice(requests, num_requests and min(num_requests, sys.maxsize)))
     if not taken:
         raise WorkloadError(f"{path}: at least one request is required, the file holds none")
     if num_requests is not None and len(taken) < num_requests:

@@ -59,8 +59,9 @@ class TestAzure:
         assert rows[-1][2] == pytest.approx(last_s)
         assert load_workload(spec, num_requests=64).requests == whole.requests[:64]
         assert load_workload(spec, num_requests=1000) == whole
-        with pytest.raises(WorkloadError, match="1001 requests were asked for, the file holds 1000"):
-            load_workload(spec, num_requests=1001)
+        for number in 1001, 10**30:
+            with pytest.raises(WorkloadError, match=f"{number} requests were asked for, the file holds 1000"):
+                load_workload(spec, num_requests=number)
 
     @pytest.mark.parametrize("line_end", ["\n", "\r\n"])
     @pytest.mark.parametrize("last", ["", "END"])
