@@ -78,6 +78,7 @@ TARGETS = "--goodput ttft:500 tpot:15"
         *(("sweep", f"{option} missing/new", "make it first") for option in ("--output-json", "--plot-dir")),
         ("sweep", f"--output-json {__file__}", "is no sweep's file"),
         ("sweep", "--plot-dir trace.csv", "this is a file"),
+        ("sweep", "--plot-dir /proc", "takes no file"),
         ("sweep", "--workload trace.csv~2@ttft:9 --smoke --output-json trace.csv --overwrite", "'--workload' is"),
         ("simulate", "--policy split --decode-sms 30", "30 SMs is not in the performance table"),
         ("simulate", "--sweep", "give some"),

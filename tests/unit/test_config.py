@@ -64,9 +64,8 @@ NO_COUNTS = (0, -1, 1.5, "8", True)
     ("name", "values", "allowed"),
     [
         *((name, NO_COUNTS, "an integer of at least 1") for name in ("max_model_len", "kv_cache_bytes")),
-        ("max_num_seqs", (*NO_COUNTS, None), "an integer of at least 1"),
+        *((f"max_num_{what}", (*NO_COUNTS, None), "an integer of at least 1") for what in ("seqs", "batched_tokens")),
         ("max_num_seqs", (2**16 + 1, 10**30), "at most 65536"),
-        ("max_num_batched_tokens", (*NO_COUNTS, None), "an integer of at least 1"),
         ("max_num_batched_tokens", (2**24 + 1, 10**30), "at most 16777216"),
         ("seed", (-1, None), "an integer of at least 0"),
         ("cpu_threads", (1025, 100_000), "at most 1024"),

@@ -1,6 +1,7 @@
 """``bullet-graph bench sweep``: the goodputs of policies on workloads, by bisection over the request rate."""
 
 import dataclasses
+import os
 from pathlib import Path
 from typing import Any
 
@@ -90,10 +91,13 @@ def sweep(
     specs = [WorkloadSpec.parse(workload) for workload in workloads]
     if plot_dir is not None:
         require_extra("--plot-dir", "matplotlib")
-        if plot_dir.is_file():
+        if os.path.isfile(plot_dir):
             raise ConfigError(f"--plot-dir {plot_dir}: this is a file; give a folder")
-        # The folder is made with the first picture.
-        for path in plot_dir.glob(f"*.{image_format}") if plot_dir.exists() else [plot_dir]:
+        # A folder that is missing is made with the first picture.
+        pictures = [plot_dir]
+        if os.path.isdir(plot_dir):
+            pictures = [*plot_dir.glob(f"*.{image_format}"), plot_dir / f"new.{image_format}"]
+        for path in pictures:
             check_result_file(path, overwrite=overwrite, option="--plot-dir")
     runtime = resolve(config)
     arrivals = Arrivals(request_rate=1.0, burstiness=burstiness, seed=config.seed)
