@@ -204,9 +204,10 @@ class Front(Forwarder, Drained):
         families: dict[str, Metric] = {up.name: up}
         for replica in self.replicas:
             up.add_metric([str(replica.number)], float(replica.is_alive))
-        for replica in self.alive:
-            text = await replica.get("/metrics") or b""
-            for family in text_string_to_metric_families(text.decode()):
+        alive = self.alive
+        texts = await asyncio.gather(*(replica.get("/metrics") for replica in alive))
+        for replica, text in zip(alive, texts, strict=True):
+            for family in text_string_to_metric_families((text or b"").decode()):
                 whole = families.setdefault(family.name, Metric(family.name, family.documentation, family.type))
                 named = {"replica": str(replica.number)}
                 whole.samples += [sample._replace(labels=sample.labels | named) for sample in family.samples]
