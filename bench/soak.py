@@ -4,9 +4,9 @@
 
 Users ask again once the last answer has ended; prompts hold what a user has said so far. A third of the answers are not
 streamed, a sixth are left in the middle; targets, salts and lengths differ. Each sixth of the time has the same lengths
-again: with others, a GPU's tokens per second differ by 7 %. Memory, a GPU's too, and speed of the second sixth are
-compared with those of the last. The exit code is 1 where they changed by more than the
-limits, where a request failed, or where something runs, waits or holds KV blocks afterwards.
+again: of others, a GPU makes up to 7 % more or fewer tokens per second. Memory, a GPU's too, and speed of the second
+sixth are compared with those of the last. The exit code is 1 where they changed by more than the limits, where a
+request failed, or where something runs, waits or holds KV blocks afterwards.
 """
 
 import json
