@@ -168,13 +168,10 @@ def check_device(config: EngineConfig, runtime: Runtime) -> None:
                 "the policy split"
             )
         if config.capture_plan is not None:
-            raise ConfigError(
-                "a capture plan says which CUDA graphs to capture, but the device is the CPU: leave out capture_plan"
-            )
+            raise ConfigError("capture_plan is of CUDA graphs, but the device is the CPU: leave out capture_plan")
         if config.capture_cache is not None and not config.compile:
             raise ConfigError(
-                "capture_cache keeps what is compiled, and on the CPU nothing is: pass compile=True, or "
-                "leave out capture_cache"
+                "capture_cache keeps what is compiled, and on the CPU nothing is: pass compile=True, or leave it out"
             )
         return
     if config.compile or config.cpu_threads is not None:

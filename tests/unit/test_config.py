@@ -113,22 +113,10 @@ def test_the_chunk_is_the_smaller_of_the_policy_s_and_the_engine_s(policy: str, 
 
 
 def test_texts_are_read_as_on_the_command_line() -> None:
-    config = EngineConfig.of(
-        "tiny",
-        policy="mixed:64",
-        slo="ttft:500, tpot:15",
-        kv_cache_bytes="2MiB",
-        decode_sms="32,48",
-        capture_cache=PurePosixPath("/somewhere"),
-    )
-    assert config == EngineConfig(
-        model="tiny",
-        policy=Policy("mixed", 64),
-        slo=Slo(ttft_ms=500, tpot_ms=15),
-        kv_cache_bytes=2 * 1024**2,
-        decode_sms=(32, 48),
-        capture_cache="/somewhere",
-    )
+    texts = {"policy": "mixed:64", "slo": "ttft:500, tpot:15", "kv_cache_bytes": "2MiB", "decode_sms": "32,48"}
+    config = EngineConfig.of("tiny", **texts, capture_cache=PurePosixPath("/somewhere"))
+    own: dict[str, Any] = {"policy": Policy("mixed", 64), "slo": Slo(ttft_ms=500, tpot_ms=15), "decode_sms": (32, 48)}
+    assert config == EngineConfig(model="tiny", **own, kv_cache_bytes=2 * 1024**2, capture_cache="/somewhere")
     assert EngineConfig.of(**config.values()) == config
 
 

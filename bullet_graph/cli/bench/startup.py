@@ -92,7 +92,7 @@ def startup(config: EngineConfig, num_iters_cold: int, num_iters_warm: int, plot
     """
     check_plot_file(plot, overwrite=output.overwrite)
     runtime = resolve(config)  # errors show before a process is started
-    without = dataclasses.replace(config, capture_cache=None)
+    without = dataclasses.replace(config, capture_cache=None, self_check="sample")
     kinds = [StartKind("cold", without, num_iters_cold, empty_caches=True), StartKind("warm", without, num_iters_warm)]
     if config.capture_cache is not None:
         kinds.append(StartKind("cached", config, num_iters_warm, empty_caches=True))

@@ -99,6 +99,8 @@ def sweep(
             pictures = [*plot_dir.glob(f"*.{image_format}"), plot_dir / f"new.{image_format}"]
         for path in pictures:
             check_result_file(path, overwrite=overwrite, option="--plot-dir")
+    elif image_format != "svg":
+        raise ConfigError("--image-format is of the pictures of --plot-dir: give a folder, or leave it out")
     runtime = resolve(config)
     arrivals = Arrivals(request_rate=1.0, burstiness=burstiness, seed=config.seed)
 
