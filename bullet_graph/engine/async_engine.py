@@ -10,6 +10,7 @@ from collections import defaultdict, deque
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 from bullet_graph.config import Policy, PromptOrder
@@ -67,7 +68,7 @@ class AsyncEngine:
 
     Its arguments are those of :class:`Engine`, or one engine. It owns the engine and shuts it down. Other threads
     may call only those methods of ``engine`` that are documented as safe in any thread. ``stats`` holds the counters
-    after the last step or change of policy, ``failure`` why the engine is dead.
+    after the last step or change of policy, of a dead engine without what it served; ``failure`` says why it is dead.
     """
 
     def __init__(self, model: str | Engine, **settings: Any) -> None:
@@ -203,8 +204,8 @@ class AsyncEngine:
 
     @property
     def num_waiting(self) -> int:
-        """Sequences that wait for KV blocks, or for the engine's thread to take their request."""
-        return self._num_arriving + self.engine.num_waiting()
+        """Sequences that wait for KV blocks, or for the thread to take their request; none if the engine is dead."""
+        return 0 if self.failure else self._num_arriving + self.engine.num_waiting()
 
     def _require_alive(self) -> None:
         if self.failure is not None:
@@ -276,6 +277,8 @@ class AsyncEngine:
 
     def _end_streams(self, failure: EngineDeadError) -> None:
         """Fail all requests, including later ones and those the engine has not seen; the first failure counts."""
+        idle = dict.fromkeys(self.stats.lane_sms, 0)
+        self.stats = replace(self.stats, num_running=0, num_waiting=0, kv_blocks_used=0, lane_sms=idle)
         with self._lock:
             if self.failure is not None:
                 return

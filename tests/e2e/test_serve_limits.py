@@ -326,8 +326,7 @@ def test_a_dead_engine_is_told_in_health_and_to_every_request(monkeypatch: pytes
             assert response.status_code == 503
             assert "on fire" in error_of(response)["message"]
         health = served.http.get("/health")
-        assert health.status_code == 503
-        assert error_of(health)["code"] == "engine_dead"
+        assert (health.status_code, error_of(health)["code"]) == (503, "engine_dead")
         assert served.metrics()['request_success_total{finished_reason="error"}'] == 1
         assert "on fire" in served.http.get("/live").json()["failure"]
 
@@ -344,6 +343,8 @@ def test_a_stuck_lane_fails_all_requests_and_turns_health_red(stuck: Stuck, capl
             step = r"decode lane: a (.* decode rows on a device|decode step of [12] rows).* is still being launched"
             assert re.search(rf"made no progress for 0\.4 s \(--watchdog-timeout\): {step}", message)
         assert served.http.get("/health").status_code == 503
+        names = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
+        assert [served.metrics()[name] for name in names] == [0, 0, 0], "a dead engine serves nothing"
         assert "decode lane" in caplog.text
         assert not stuck.release.is_set()
         # What the device was stuck in comes back: the engine ends, and gives its memory back.
