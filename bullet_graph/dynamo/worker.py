@@ -191,7 +191,7 @@ class BulletGraphEngine(LLMEngine):  # type: ignore[misc]
 
     async def _watch(self, engine: AsyncEngine) -> None:
         """Stop the worker once the engine has failed: others take its requests, and it is started anew."""
-        await watch(engine, self._settings.watchdog_timeout_s)
+        await watch(engine, self._gate, self._settings.watchdog_timeout_s)
         if not self._gate.closed:
             self.failure = engine.failure
             os.kill(os.getpid(), signal.SIGTERM)

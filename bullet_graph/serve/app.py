@@ -34,7 +34,7 @@ _WATCH_INTERVAL_S, _JITTER_S = 1.0, 0.05
 logger = logging.getLogger(__name__)
 
 
-async def watch(engine: AsyncEngine, limit_s: float) -> None:
+async def watch(engine: AsyncEngine, gate: Gate, limit_s: float) -> None:
     """Fail all requests when a lane makes no progress for ``limit_s``, even if the engine's thread is stuck.
 
     The limit must exceed the longest step and what is compiled during it.
@@ -49,7 +49,8 @@ async def watch(engine: AsyncEngine, limit_s: float) -> None:
         if stalled is not None and engine.failure is None:
             limit = f"{limit_s:g} s (--watchdog-timeout)"
             engine.fail(f"the engine made no progress for {limit}: {stalled}; restart the server")
-    logger.error("%s", engine.failure)
+    # While the server shuts down, it ends the requests itself.
+    logger.log(logging.WARNING if gate.closed else logging.ERROR, "%s", engine.failure)
 
 
 def create_app(engine: AsyncEngine, settings: ServeSettings) -> FastAPI:
@@ -66,7 +67,7 @@ def create_app(engine: AsyncEngine, settings: ServeSettings) -> FastAPI:
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        watchdog = asyncio.create_task(watch(engine, settings.watchdog_timeout_s))
+        watchdog = asyncio.create_task(watch(engine, gate, settings.watchdog_timeout_s))
         yield
         watchdog.cancel()
         with suppress(asyncio.CancelledError):

@@ -91,12 +91,12 @@ async def test_waiting_until_the_last_has_gone() -> None:
 # ---- the watchdog ----
 
 
-async def test_the_watchdog_allows_for_a_process_that_was_paused() -> None:
+async def test_the_watchdog_allows_for_a_process_that_was_paused(caplog: pytest.LogCaptureFixture) -> None:
     engine = Mock(failure=None)
     progress_s = time.monotonic()
     engine.stalled = lambda limit_s: "a step" if time.monotonic() - progress_s > limit_s else None
     engine.fail = lambda reason: setattr(engine, "failure", reason)
-    task = asyncio.create_task(watch(engine, 0.4))
+    task = asyncio.create_task(watch(engine, Mock(closed=False), 0.4))
     await asyncio.sleep(0)
     time.sleep(0.6)  # all stands still
     await asyncio.sleep(0.02)
@@ -104,6 +104,8 @@ async def test_the_watchdog_allows_for_a_process_that_was_paused() -> None:
     progress_s = time.monotonic()
     await asyncio.wait_for(task, 10)
     assert "no progress for 0.4 s (--watchdog-timeout): a step" in engine.failure
+    await watch(engine, Mock(closed=True), 0.4)
+    assert [record.levelname for record in caplog.records] == ["ERROR", "WARNING"], "what a shutdown ends is no error"
 
 
 # ---- figures ----
