@@ -151,31 +151,32 @@ class Front(Forwarder, Drained):
 
     async def answer(self, scope: Scope, body: bytes, keys: Sequence[bytes]) -> AsyncGenerator[Message, None]:
         self.check_open()
-        replica = self._asked(scope) or self._choose(keys)
+        replicas = self._to_ask(scope, keys)
         with self.inside():
-            try:
-                async for message in replica.ask(scope, body):
-                    yield message
-            except EngineGoneError:
-                self._lost(replica)
-                raise
+            while replicas:
+                replica = replicas.pop(0)
+                self._holders.add(keys, replica.number)
+                try:
+                    async for message in replica.ask(scope, body):
+                        if message.get("status") == 429 and replicas:
+                            break
+                        replicas.clear()
+                        yield message
+                except EngineGoneError:
+                    self._lost(replica)
+                    raise
 
-    def _asked(self, scope: Scope) -> Replica | None:
-        """The replica that a page or a figure is asked of: ``?replica=1``, or the first."""
-        if scope["method"] != "GET":
-            return None
-        named = parse_qs(scope["query_string"].decode("latin-1")).get("replica", [str(self.alive[0].number)])
-        found = {str(replica.number): replica for replica in self.alive}
-        if named[0] not in found:
-            raise ApiError(404, f"`replica` must be one of {', '.join(found)}, found {named[0]:.20}")
-        return found[named[0]]
-
-    def _choose(self, keys: Sequence[bytes]) -> Replica:
+    def _to_ask(self, scope: Scope, keys: Sequence[bytes]) -> list[Replica]:
+        """For a page or a figure: ``?replica=1``, or the first. For a request: in turn, until one has room."""
         alive = {replica.number: replica for replica in self.alive}
+        if scope["method"] == "GET":
+            named = parse_qs(scope["query_string"].decode("latin-1")).get("replica", [str(next(iter(alive)))])[0]
+            if named not in map(str, alive):
+                raise ApiError(404, f"`replica` must be one of {', '.join(map(str, alive))}, found {named:.20}")
+            return [alive[int(named)]]
         load = {number: replica.num_running for number, replica in alive.items()}
-        number = ranked(list(alive), self._holders, keys, load.__getitem__, _SLACK_REQUESTS)[0]
-        self._holders.add(keys, number)
-        return alive[number]
+        # Under a load that fills all engines, to ask each would multiply the refusals.
+        return [alive[n] for n in ranked(list(alive), self._holders, keys, load.__getitem__, _SLACK_REQUESTS)[:2]]
 
     def _lost(self, replica: Replica) -> None:
         if replica.is_alive:

@@ -95,6 +95,13 @@ async def test_a_dead_engine_in_a_living_process_gets_no_more_requests(tmp_path:
     assert (len(asked), told) == (1, [(200, "well", name) for name in (url.replace(":81/", ":1/"), *[url] * 4)])
 
 
+async def test_a_full_engine_s_request_goes_to_another_that_has_room(tmp_path: Path) -> None:
+    full = refusing(ApiError(429, "too many wait", code="queue_full"))
+    for engines, told in (([full, healthy], 200), ([full, full], 429), ([full], 429)):
+        async with front_of(tmp_path, [(engine, healthy) for engine in engines]) as client:
+            assert [(await client.post("/v1/completions")).status_code for _ in range(3)] == [told] * 3
+
+
 async def test_other_refusals_are_passed_on_and_own_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     refusal = shutting_down()
     caplog.set_level(logging.INFO, logger="bullet_graph.serve.access_log")
