@@ -106,7 +106,7 @@ def num_warmups_option(default: int) -> Decorator:
     """Give a command ``num_warmups: int``."""
     return click.option(
         "--num-warmups",
-        type=click.IntRange(min=0),
+        type=click.IntRange(0, 2**20),
         default=default,
         help="Unmeasured requests before a measurement, so that it compiles no kernels.",
     )

@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from bullet_graph.cli.engine_run import leave_stuck_engine, open_engine
-from bullet_graph.cli.options import COUNT, all_of, engine_options, setting_option
+from bullet_graph.cli.options import all_of, engine_options, setting_option
 from bullet_graph.cli.result_file import require_extra
 from bullet_graph.config import EngineConfig
 from bullet_graph.engine.async_engine import AsyncEngine
@@ -30,7 +30,7 @@ _EXTRA = ("fastapi", "httptools", "uvicorn", "prometheus_client")
 )
 @click.option(
     "--data-parallel-size",
-    type=COUNT,
+    type=click.IntRange(1, 1024),
     default=1,
     help="Engines behind the port, each on GPUs of its own. A request goes to the one that has served most of its "
     "prompt, unless that one is too busy.",

@@ -56,6 +56,8 @@ TARGETS = "--goodput ttft:500 tpot:15"
         ("online", "--request-rate often", "is no rate: give requests per second, inf, or trace"),
         ("online", "--request-rate 5 --time-scale 2", "--time-scale changes recorded times"),
         ("online", "--request-rate trace --burstiness 2", "burstiness is of random gaps"),
+        ("sweep", f"--num-warmups {10**30}", "is not in the range 0<=x<=1048576"),
+        ("serve", f"--data-parallel-size {10**30}", "is not in the range 1<=x<=1024"),
         ("online", "--goodput 500", "'500' is no latency target: write ttft:500"),
         *((command, "--save-detailed", "add --output-json or --json") for command in ("online", "simulate")),
         ("online", "--num-prompts 7", "7 requests were asked for, the file holds 2"),
