@@ -33,7 +33,7 @@ from bullet_graph.planner.tuning import TUNING
 from bullet_graph.runtime.build import Start
 from bullet_graph.runtime.executor import Executor
 from bullet_graph.runtime.memory import MemoryLedger, held_tokens
-from bullet_graph.runtime.resolve import check_fork, default_sampling_params, load_tokenizer, resolve
+from bullet_graph.runtime.resolve import check_fork, default_sampling_params, load_tokenizer, resolve, with_own_end
 from bullet_graph.runtime.tensor_parallel import build_on_ranks
 from bullet_graph.sampling_params import SamplingParams
 from bullet_graph.slo import NO_TARGETS, Slo
@@ -88,7 +88,7 @@ class Engine:
             traceback.clear_frames(error.__traceback__)
             raise
         self.config = config
-        self.model_config = runtime.model
+        self.model_config = with_own_end(runtime, self.tokenizer)
         self.max_model_len = runtime.max_model_len
         self.device = runtime.device
         self.device_name = runtime.device.type

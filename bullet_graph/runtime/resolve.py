@@ -108,6 +108,15 @@ def load_tokenizer(runtime: Runtime) -> Tokenizer | None:
     return byte_tokenizer(runtime.model.vocab_size) if runtime.name in PRESETS_OF_BYTES else None
 
 
+def with_own_end(runtime: Runtime, tokenizer: Tokenizer | None) -> ModelConfig:
+    """The model, with its tokenizer's end-of-sequence token: tuned chat models may name theirs only there."""
+    model = runtime.model
+    end = None if tokenizer is None or runtime.folder is None else tokenizer.eos_token_id
+    if end is None or end in model.eos_token_ids or end >= model.vocab_size:
+        return model
+    return replace(model, eos_token_ids=(*model.eos_token_ids, end))
+
+
 def default_sampling_params(config: EngineConfig, runtime: Runtime) -> Mapping[str, Any]:
     """Fields of SamplingParams that the model's ``generation_config.json`` gives, unless that is off.
 

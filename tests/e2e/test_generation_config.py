@@ -15,21 +15,19 @@ from bullet_graph import Engine, ModelError, SamplingParams
 
 PROMPT = list(range(5, 25))
 # The engine's own default would sample from all tokens at temperature 1.
-MODELS_OWN = json.loads("""{
-    "temperature": 0.7, "top_k": 1, "top_p": 0.9, "min_p": 0.01, "repetition_penalty": 1.3, "max_new_tokens": 7
-}""")
+OWN = {"temperature": 0.7, "top_k": 1, "top_p": 0.9, "min_p": 0.01, "repetition_penalty": 1.3, "max_new_tokens": 7}
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model")
     write_checkpoint(folder, "llama")
-    write(folder, **MODELS_OWN)
+    write(folder, **OWN)
     return folder
 
 
 def write(folder: Path, **values: object) -> None:
-    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 1, **values}))
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 7, **values}))
 
 
 @pytest.fixture(scope="module")
@@ -58,6 +56,8 @@ def test_requests_without_params_take_them(folder: Path, greedy: tuple[int, ...]
     with make_engine(folder, generation_config="none") as engine:
         assert engine.default_sampling_params == {}
         assert len(generated(engine)) == 16
+        # Tuned chat models may name their end of sequence, here token 1, only in the tokenizer's files.
+        assert generated(engine, SamplingParams(max_tokens=5, logit_bias={1: 100})) == (1,)
 
 
 @pytest.fixture(scope="module")
