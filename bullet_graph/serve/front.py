@@ -7,7 +7,7 @@ import asyncio
 import logging
 import subprocess
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from urllib.parse import parse_qs
@@ -34,9 +34,7 @@ from bullet_graph.serve.settings import ServeSettings
 _SLACK_REQUESTS = 16
 """By which an engine that holds a prompt may be ahead of the one with the fewest."""
 _CHECK_INTERVAL_S, _CHECK_TIMEOUT_S = 1.0, 5.0
-_OF_ONE_HOP = frozenset(
-    (b"connection", b"keep-alive", b"proxy-connection", b"te", b"trailer", b"transfer-encoding", b"upgrade")
-)
+_OF_ONE_HOP = frozenset(b"connection keep-alive proxy-connection te trailer transfer-encoding upgrade".split())
 _NOT_SENT = _OF_ONE_HOP | {b"host", b"content-length", b"authorization", b"expect"}
 _NOT_RETURNED = _OF_ONE_HOP | {b"date", b"server"}
 
@@ -151,17 +149,18 @@ class Front(Forwarder, Drained):
 
     async def answer(self, scope: Scope, body: bytes, keys: Sequence[bytes]) -> AsyncGenerator[Message, None]:
         self.check_open()
-        replicas = self._to_ask(scope, keys)
+        others = self._to_ask(scope, keys)
         with self.inside():
-            while replicas:
-                replica = replicas.pop(0)
+            while others:
+                replica = others.pop(0)
                 self._holders.add(keys, replica.number)
                 try:
-                    async for message in replica.ask(scope, body):
-                        if message.get("status") == 429 and replicas:
-                            break
-                        replicas.clear()
-                        yield message
+                    async with aclosing(replica.ask(scope, body)) as messages:
+                        async for message in messages:
+                            if message.get("status") == 429 and others:
+                                break
+                            others.clear()
+                            yield message
                 except EngineGoneError:
                     self._lost(replica)
                     raise

@@ -150,7 +150,7 @@ async def test_an_engine_that_answers_again_is_alive_and_a_request_inside_until_
     for is_alive in (False, True):
         await front._check(replica)
         assert bool(front.alive) is is_alive
-    replica.ask.return_value.__aiter__.return_value = [{}]
+    replica.ask.return_value = AsyncMock(**{"__aiter__.return_value": [{}]})
     found = [front.num_inside async for _ in front.answer({"method": "POST"}, b"", [])]
     assert (found, front.num_inside) == ([1], 0)
 
