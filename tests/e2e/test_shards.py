@@ -221,5 +221,5 @@ def test_what_cannot_be_divided_names_the_numbers() -> None:
         ConfigError, match="expert_parallel divides experts, but LlamaForCausalLM has none: leave it out"
     ):
         shard(tiny, 2, 0, expert_parallel=True)
-    with pytest.raises(ConfigError, match="among ranks, but there is one: pass tensor_parallel_size"):
+    with pytest.raises(ConfigError, match="needs several ranks, found 1: pass tensor_parallel_size"):
         EngineConfig(model="tiny-moe", expert_parallel=True)
