@@ -370,7 +370,7 @@ class EngineConfig:
         if self.expert_parallel and self.tensor_parallel_size == 1:
             raise ConfigError("expert_parallel needs several ranks, found 1: pass tensor_parallel_size or leave it out")
         if self.capture_cache is None and self.self_check != "sample":
-            raise ConfigError("self_check is of a start from a capture cache: pass capture_cache, or leave it out")
+            raise ConfigError("self_check is for starts from a capture cache: pass capture_cache, or leave it out")
         if self.capture_plan is not None and (self.decode_sms or not self.cuda_graphs):
             raise ConfigError("capture_plan names the graphs: leave out decode_sms and cuda_graphs=False, or the plan")
 

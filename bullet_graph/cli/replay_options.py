@@ -113,7 +113,7 @@ def num_warmups_option(default: int) -> Decorator:
 
 
 def replay_options(*, default_policy: str | None) -> Decorator:
-    """Give a :class:`GoodputCommand` with ``--seed`` and :func:`result_options` a workload to replay.
+    """Give a workload to replay to a :class:`GoodputCommand` that has ``--seed`` and :func:`result_options`.
 
     It comes as ``trace: str``, ``num_prompts: int | None``, ``arrivals: Arrivals``, ``slo: Slo``,
     ``save_detailed: bool`` and, unless the ``default_policy`` is None, ``policies: tuple[Policy, …]``.
@@ -134,7 +134,7 @@ def replay_options(*, default_policy: str | None) -> Decorator:
         @functools.wraps(command)
         def with_arrivals(**arguments: Any) -> None:
             if arguments["save_detailed"] and not (arguments["as_json"] or arguments["output_json"]):
-                raise click.UsageError("--save-detailed is of the JSON: add --output-json or --json, or leave it out")
+                raise click.UsageError("--save-detailed is for the JSON: add --output-json or --json, or leave it out")
             settings = {name: arguments.pop(name) for name in _ARRIVALS}
             command(arrivals=Arrivals(**settings, seed=arguments["seed"]), **arguments)
 

@@ -68,7 +68,7 @@ class AsyncEngine:
 
     Its arguments are those of :class:`Engine`, or one engine. It owns the engine and shuts it down. Other threads
     may call only those methods of ``engine`` that are documented as safe in any thread. ``stats`` holds the counters
-    after the last step or change of policy, of a dead engine without what it served; ``failure`` says why it is dead.
+    after the last step or change of policy; a dead engine runs and holds nothing. ``failure`` says why it is dead.
     """
 
     def __init__(self, model: str | Engine, **settings: Any) -> None:

@@ -109,7 +109,7 @@ def load_tokenizer(runtime: Runtime) -> Tokenizer | None:
 
 
 def with_own_end(runtime: Runtime, tokenizer: Tokenizer | None) -> ModelConfig:
-    """The model, with its tokenizer's end-of-sequence token: tuned chat models may name theirs only there."""
+    """The model, which its tokenizer's end-of-sequence token ends too: tuned chat models may name theirs only there."""
     model = runtime.model
     end = None if tokenizer is None or runtime.folder is None else tokenizer.eos_token_id
     if end is None or end in model.eos_token_ids or end >= model.vocab_size:
@@ -177,7 +177,7 @@ def check_device(config: EngineConfig, runtime: Runtime) -> None:
                 "the policy split"
             )
         if config.capture_plan is not None:
-            raise ConfigError("capture_plan is of CUDA graphs, but the device is the CPU: leave out capture_plan")
+            raise ConfigError("capture_plan is for CUDA graphs, but the device is the CPU: leave out capture_plan")
         if config.capture_cache is not None and not config.compile:
             raise ConfigError(
                 "capture_cache keeps what is compiled, and on the CPU nothing is: pass compile=True, or leave it out"

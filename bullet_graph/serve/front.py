@@ -149,24 +149,24 @@ class Front(Forwarder, Drained):
 
     async def answer(self, scope: Scope, body: bytes, keys: Sequence[bytes]) -> AsyncGenerator[Message, None]:
         self.check_open()
-        others = self._to_ask(scope, keys)
+        left = self._to_ask(scope, keys)
         with self.inside():
-            while others:
-                replica = others.pop(0)
+            while left:
+                replica = left.pop(0)
                 self._holders.add(keys, replica.number)
                 try:
                     async with aclosing(replica.ask(scope, body)) as messages:
                         async for message in messages:
-                            if message.get("status") == 429 and others:
+                            if message.get("status") == 429 and left:
                                 break
-                            others.clear()
+                            left.clear()
                             yield message
                 except EngineGoneError:
                     self._lost(replica)
                     raise
 
     def _to_ask(self, scope: Scope, keys: Sequence[bytes]) -> list[Replica]:
-        """For a page or a figure: ``?replica=1``, or the first. For a request: in turn, until one has room."""
+        """Who is asked in turn: for a page or a figure, ``?replica=1`` or the first; else two, as one may be full."""
         alive = {replica.number: replica for replica in self.alive}
         if scope["method"] == "GET":
             named = parse_qs(scope["query_string"].decode("latin-1")).get("replica", [str(next(iter(alive)))])[0]

@@ -100,7 +100,7 @@ def sweep(
         for path in pictures:
             check_result_file(path, overwrite=overwrite, option="--plot-dir")
     elif image_format != "svg":
-        raise ConfigError("--image-format is of the pictures of --plot-dir: give a folder, or leave it out")
+        raise ConfigError("--image-format is for the pictures of --plot-dir: give a folder, or leave it out")
     runtime = resolve(config)
     arrivals = Arrivals(request_rate=1.0, burstiness=burstiness, seed=config.seed)
 
